@@ -1,0 +1,184 @@
+"""Rotary position embeddings: settings, frequencies and rotation, always in float32 (law 13)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.errors import UserError, check
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary settings of one kind of layer, as transformers' `rope_parameters` spells them.
+
+    `theta` is the base; `factor` and what follows it belong to the scaled kinds. `partial` is the leading share of
+    each head that turns.
+    """
+
+    theta: float
+    kind: str = "default"
+    partial: float = 1.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    truncate: bool = True  # yarn: whole dimensions bound the ramp
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], layer_type: str) -> Self:
+        """Read the rotary settings that layers of `layer_type` have in a Hugging Face config.
+
+        Both spellings are read: `rope_theta` beside `rope_scaling` (transformers 4), and `rope_parameters`
+        (transformers 5), which may hold one dictionary a layer type.
+
+        Raises:
+            UserError: no base, an unknown kind, or a scaled kind that lacks one of its numbers.
+        """
+        section = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        section = section.get(layer_type, section)
+        theta: Any = section.get("rope_theta", config.get("rope_theta"))
+        check(
+            _is_number(theta) and theta > 0,
+            "no rotary base: set `rope_theta`, or `rope_parameters.rope_theta`, to a positive number",
+        )
+        kind = section.get("rope_type", section.get("type", "default"))
+        check(kind in KINDS, f"rope_type {kind!r} is not supported; one of {', '.join(KINDS)} is")
+        partial = section.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        check(
+            _is_number(partial) and 0 < partial <= 1,
+            f"partial_rotary_factor is {partial!r}; a number over 0 and up to 1 is right",
+        )
+        common = cls(theta=float(theta), kind=kind, partial=float(partial))
+        if kind == "default":
+            return common
+        original: Any = section.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        factor: Any = section.get("factor")
+        if factor is None and kind == "yarn" and original:
+            factor = config["max_position_embeddings"] / original
+        check(
+            _is_number(factor) and factor > 0,
+            f"rope_type {kind!r} needs a positive `factor`; found {factor!r}",
+        )
+        scaled = dataclasses.replace(common, factor=float(factor))
+        if kind == "linear":
+            return scaled
+        check(
+            _is_number(original) and original > 0,
+            f"rope_type {kind!r} needs `original_max_position_embeddings`; found {original!r}",
+        )
+        scaled = dataclasses.replace(scaled, original_max_positions=int(original))
+        return dataclasses.replace(scaled, **(_llama3(section) if kind == "llama3" else _yarn(section, scaled.factor)))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Spell the settings as transformers 5's `rope_parameters`."""
+        section: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
+        if self.partial != 1.0:
+            section["partial_rotary_factor"] = self.partial
+        if self.kind != "default":
+            section["factor"] = self.factor
+        if self.kind in ("llama3", "yarn"):
+            section["original_max_position_embeddings"] = self.original_max_positions
+        if self.kind == "llama3":
+            section |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+        if self.kind == "yarn":
+            section |= {
+                "beta_fast": self.beta_fast,
+                "beta_slow": self.beta_slow,
+                "attention_factor": self.attention_factor,
+                "truncate": self.truncate,
+            }
+        return section
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Return the inverse frequencies, float32 `[head_dim * partial / 2]`, scaled as the kind says.
+
+        Sources: llama3 and yarn as in transformers' `modeling_rope_utils` (YaRN: arXiv 2309.00071).
+        """
+        turning = int(head_dim * self.partial)
+        exponents = np.arange(0, turning, 2, dtype=np.float64) / turning
+        inverse = self.theta**-exponents
+        if self.kind == "linear":
+            inverse = inverse / self.factor
+        elif self.kind == "llama3":
+            inverse = self._llama3_frequencies(inverse)
+        elif self.kind == "yarn":
+            inverse = self._yarn_frequencies(inverse, turning)
+        return inverse.astype(np.float32)
+
+    def _llama3_frequencies(self, inverse: np.ndarray) -> np.ndarray:
+        turns = self.original_max_positions * inverse / (2 * math.pi)  # over the original context
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return (1 - smooth) * inverse / self.factor + smooth * inverse
+
+    def _yarn_frequencies(self, inverse: np.ndarray, turning: int) -> np.ndarray:
+        def dimension(turns: float) -> float:
+            length = self.original_max_positions / (turns * 2 * math.pi)
+            return turning * math.log(length) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, turning - 1)
+        high = high + 0.001 if low == high else high
+        interpolated = np.clip((np.arange(turning // 2) - low) / (high - low), 0.0, 1.0)
+        return inverse * (1 - interpolated) + inverse / self.factor * interpolated
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _llama3(section: Mapping[str, Any]) -> dict[str, Any]:
+    low: Any = section.get("low_freq_factor")
+    high: Any = section.get("high_freq_factor")
+    if not (_is_number(low) and _is_number(high) and 0 < low < high):
+        raise UserError(
+            f"rope_type 'llama3' needs 0 < `low_freq_factor` < `high_freq_factor`; found {low!r} and {high!r}"
+        )
+    return {"low_freq_factor": float(low), "high_freq_factor": float(high)}
+
+
+def _yarn(section: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    def gain(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all = section.get("mscale"), section.get("mscale_all_dim")
+    attention: Any = section.get("attention_factor")
+    if attention is None:
+        attention = gain(mscale) / gain(mscale_all) if mscale and mscale_all else gain(1.0)
+    return {
+        "beta_fast": float(section.get("beta_fast") or 32),
+        "beta_slow": float(section.get("beta_slow") or 1),
+        "attention_factor": float(attention),
+        "truncate": bool(section.get("truncate", True)),
+    }
+
+
+def angles(
+    rotary: Rotary, head_dim: int, positions: Int[Array, "b t"]
+) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
+    """Return cos and sin of every position, float32, r = head_dim * partial / 2."""
+    phases = positions[..., None].astype(jnp.float32) * rotary.frequencies(head_dim)
+    return jnp.cos(phases) * rotary.attention_factor, jnp.sin(phases) * rotary.attention_factor
+
+
+def rotate(
+    x: Float[Array, "b n t h"], cos_sin: tuple[Float[Array, "b t r"], Float[Array, "b t r"]]
+) -> Float[Array, "b n t h"]:
+    """Turn the first 2r dimensions of each head: dimension i pairs with i + r, as in Hugging Face checkpoints."""
+    cos, sin = (part[:, None] for part in cos_sin)
+    r = cos.shape[-1]
+    first, second, still = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), [r, 2 * r], axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, still], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,86 @@
+"""The target: one decoder for Qwen3 and Llama, whose layers can be tapped.
+
+Parameters are plain nested dictionaries; modules are used as pure functions through `apply`.
+"""
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from dflash_jax import masks
+from dflash_jax.attention import Attention, CosSin, Segment
+from dflash_jax.cache import Cache, LayerCache, write
+from dflash_jax.config import LayerConfig, TargetConfig
+from dflash_jax.layers import EXACT, Mlp, RMSNorm
+from dflash_jax.rope import angles
+
+
+class TargetLayer(nn.Module):
+    """Causal attention over the cache, then the MLP, each after a norm and around a residual."""
+
+    config: TargetConfig
+    layer: LayerConfig
+
+    def setup(self) -> None:
+        self.input_norm = RMSNorm(self.config.rms_norm_eps)
+        self.attention = Attention(self.config)
+        self.mlp_norm = RMSNorm(self.config.rms_norm_eps)
+        self.mlp = Mlp(self.config)
+
+    def __call__(
+        self, x: Float[Array, "b t d"], cos_sin: CosSin, cache: LayerCache, start: Int[Array, "b"]
+    ) -> tuple[Float[Array, "b t d"], LayerCache]:
+        """Return the layer's output, and its cache with the t new rows."""
+        normed = self.input_norm(x)
+        queries = self.attention.queries(normed, cos_sin)
+        cache = write(cache, *self.attention.keys_values(normed, cos_sin), start)
+        seen = masks.cached(self.layer, start, x.shape[1], cache.keys.shape[2])
+        x = x + self.attention.output(queries, [Segment(cache.keys, cache.values, seen)])
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Target(nn.Module):
+    """A decoder that returns its last hidden states, the tapped features, and its cache.
+
+    `taps` are 0-based layers whose *outputs* are returned, joined in that order (law 1).
+    """
+
+    config: TargetConfig
+    taps: tuple[int, ...] = ()
+
+    def setup(self) -> None:
+        c = self.config
+        self.embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
+        self.layers = [TargetLayer(c, layer) for layer in c.layers]
+        self.final_norm = RMSNorm(c.rms_norm_eps)
+        if not c.tie_word_embeddings:
+            self.head = self.param("head", nn.initializers.normal(0.02), (c.hidden_size, c.vocab_size))
+
+    def __call__(
+        self, tokens: Int[Array, "b t"], cache: Cache, start: Int[Array, "b"]
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "b t pd"], Cache]:
+        """Run tokens at positions start…start+t-1, which see the cache's earlier rows and one another.
+
+        Returns:
+            Hidden states after the final norm, which `logits` takes; features; and the cache with t more rows.
+        """
+        x = self.embed(tokens)
+        spots = masks.positions(start, tokens.shape[1])
+        turns = {layer.rotary: angles(layer.rotary, self.config.head_dim, spots) for layer in self.config.layers}
+        outputs, filled = [], []
+        for module, layer, rows in zip(self.layers, self.config.layers, cache, strict=True):
+            x, grown = module(x, turns[layer.rotary], rows, start)
+            outputs.append(x)
+            filled.append(grown)
+        features = jnp.concatenate([outputs[i] for i in self.taps] or [x[..., :0]], axis=-1)
+        return self.final_norm(x), features, tuple(filled)
+
+    def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """Look up the embedding's rows; also for drafts, which have none of their own (law 4)."""
+        return self.embedding[tokens]
+
+    def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+        """Score the vocabulary, in float32 or wider; also for drafts."""
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        head = self.embedding.T if self.config.tie_word_embeddings else self.head
+        return jnp.einsum("btd,dv->btv", hidden, head, precision=EXACT, preferred_element_type=wide)

@@ -1,0 +1,1 @@
+"""Decoding: the engine and its commands."""
