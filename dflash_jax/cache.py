@@ -4,16 +4,16 @@ Rows of a buffer past a row's committed length are garbage that masks hide and l
 itself lives once, in the decoding state, not here.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TransformerConfig
 
 
-@struct.dataclass
-class LayerCache:
+class LayerCache(NamedTuple):
     """One layer's keys and values. Heads come before positions: XLA's products read each head's rows in one run."""
 
     keys: Float[Array, "b k s h"]

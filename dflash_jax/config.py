@@ -5,7 +5,7 @@ Messages of the errors raised here name the field; whoever opened the file puts 
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from dflash_jax.errors import check
 from dflash_jax.rope import Rotary
@@ -60,7 +60,7 @@ class TargetConfig(TransformerConfig):
     stop_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+    def from_hf(cls, config: Mapping[str, Any]) -> "TargetConfig":
         """Read a target's `config.json`, in transformers 4 or 5 spelling.
 
         Raises:
@@ -112,7 +112,7 @@ class DraftConfig(TransformerConfig):
     final_logit_softcapping: float | None = None
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+    def from_hf(cls, config: Mapping[str, Any]) -> "DraftConfig":
         """Read a draft's `config.json`; its own fields may stand at the top or in `dflash_config`.
 
         Raises:

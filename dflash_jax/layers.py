@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * scale.astype(x.dtype)
+        return normed.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
 
 
 class Mlp(nn.Module):

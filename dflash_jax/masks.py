@@ -6,8 +6,8 @@ from jaxtyping import Array, Bool, Int
 from dflash_jax.config import LayerConfig
 
 
-def visible(layer: LayerConfig, queries: Int[Array, "b t"], keys: Int[Array, "b s"]) -> Bool[Array, "b t s"]:
-    """Say which keys each query may see by the positions of both (law 3)."""
+def visible(layer: LayerConfig, queries: Int[Array, "#b t"], keys: Int[Array, "#b s"]) -> Bool[Array, "#b t s"]:
+    """Say which keys each query may see by the positions of both (law 3); either batch may be 1."""
     distance = queries[:, :, None] - keys[:, None, :]
     seen = jnp.ones_like(distance, bool)
     if layer.causal:
@@ -21,7 +21,7 @@ def visible(layer: LayerConfig, queries: Int[Array, "b t"], keys: Int[Array, "b 
 
 def positions(start: Int[Array, "b"], t: int) -> Int[Array, "b t"]:
     """Return the positions start…start+t-1 of each row."""
-    return start[:, None] + jnp.arange(t, dtype=start.dtype)
+    return start[:, None] + jnp.arange(t, dtype=start.dtype)[None]
 
 
 def cached(layer: LayerConfig, start: Int[Array, "b"], t: int, s: int) -> Bool[Array, "b t s"]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ class Rotary:
     truncate: bool = True  # yarn: whole dimensions bound the ramp
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], layer_type: str) -> Self:
+    def from_hf(cls, config: Mapping[str, Any], layer_type: str) -> "Rotary":
         """Read the rotary settings that layers of `layer_type` have in a Hugging Face config.
 
         Both spellings are read: `rope_theta` beside `rope_scaling` (transformers 4), and `rope_parameters`
@@ -169,7 +169,7 @@ def angles(
     rotary: Rotary, head_dim: int, positions: Int[Array, "b t"]
 ) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
     """Return cos and sin of every position, float32, r = head_dim * partial / 2."""
-    phases = positions[..., None].astype(jnp.float32) * rotary.frequencies(head_dim)
+    phases = positions[..., None].astype(jnp.float32) * rotary.frequencies(head_dim)[None, None]
     return jnp.cos(phases) * rotary.attention_factor, jnp.sin(phases) * rotary.attention_factor
 
 
