@@ -37,10 +37,14 @@ def write(
 ) -> LayerCache:
     """Put t rows at positions start…start+t-1 of each row.
 
-    The caller keeps room: `dynamic_update_slice` moves a write that would cross the end back over committed rows.
+    The caller keeps room for them and one more: `dynamic_update_slice` moves a write that would cross the end back over
+    committed rows. The row after a single one is garbage: XLA's CPU backend copies the whole buffer to update one row of
+    it in a loop, and updates two in place.
     """
 
     def put(buffer: Array, rows: Array, first: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), first, axis=1)
+        rows = rows.astype(buffer.dtype)
+        rows = jnp.repeat(rows, 2, axis=1) if rows.shape[1] == 1 else rows
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, first, axis=1)
 
     return LayerCache(jax.vmap(put)(layer.keys, keys, start), jax.vmap(put)(layer.values, values, start))

@@ -15,12 +15,12 @@ Params = dict[str, Any]
 
 def init(config: TargetConfig | DraftConfig, key: jax.Array) -> Params:
     """Return random float32 parameters: a plain nested dictionary of arrays."""
-    buffers = cache.empty(config, 1, 1, jnp.dtype(jnp.float32))
+    buffers = cache.empty(config, 1, 2, jnp.dtype(jnp.float32))
     if isinstance(config, TargetConfig):
         tokens, start = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
         return Target(config).init(key, tokens, buffers, start)["params"]
-    features = jnp.zeros((1, 1, len(config.target_layer_ids) * config.hidden_size))
-    block = jnp.zeros((1, 1, config.hidden_size))
+    features = jnp.zeros((1, 1, len(config.target_layer_ids) * config.hidden_size), jnp.float32)
+    block = jnp.zeros((1, 1, config.hidden_size), jnp.float32)
     return Draft(config).init(key, features, block, buffers, method="initialise")["params"]
 
 

@@ -4,6 +4,7 @@ Parameters are plain nested dictionaries; modules are used as pure functions thr
 """
 
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
@@ -50,11 +51,12 @@ class Target(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
+        normal = nn.initializers.normal(0.02)
+        self.embedding = self.param("embedding", normal, (c.vocab_size, c.hidden_size), jnp.float32)
         self.layers = [TargetLayer(c, layer) for layer in c.layers]
         self.final_norm = RMSNorm(c.rms_norm_eps)
         if not c.tie_word_embeddings:
-            self.head = self.param("head", nn.initializers.normal(0.02), (c.hidden_size, c.vocab_size))
+            self.head = self.param("head", normal, (c.hidden_size, c.vocab_size), jnp.float32)
 
     def __call__(
         self, tokens: Int[Array, "b t"], cache: Cache, start: Int[Array, "b"]
@@ -81,6 +83,7 @@ class Target(nn.Module):
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Score the vocabulary, in float32 or wider; also for drafts."""
-        wide = jnp.promote_types(hidden.dtype, jnp.float32)
-        head = self.embedding.T if self.config.tie_word_embeddings else self.head
-        return jnp.einsum("btd,dv->btv", hidden, head, precision=EXACT, preferred_element_type=wide)
+        wide = np.promote_types(hidden.dtype, np.float32)
+        tied = self.config.tie_word_embeddings
+        weight, axes = (self.embedding, "btd,vd->btv") if tied else (self.head, "btd,dv->btv")
+        return jnp.einsum(axes, hidden, weight, precision=EXACT, preferred_element_type=wide)

@@ -1,0 +1,265 @@
+"""Decoding on the device: the state of all rows, and the three programs that change it.
+
+`prefill` reads one chunk of a prompt into one row, `admit` starts the row's answer, and `decode` drafts, verifies,
+accepts and commits blocks for all rows until there is something for the host to do. Shapes are fixed, and whatever a
+request may choose is traced, so nothing compiles twice (law 14).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax import masks
+from dflash_jax.acceptance import accepted, emission
+from dflash_jax.cache import Cache, empty
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.draft import Draft, adjust_logits
+from dflash_jax.parameters import Params
+from dflash_jax.sampling import Policy, choose
+from dflash_jax.target import Target
+
+RUNNING, STOPPED, FULL = 0, 1, 2
+MAX_STOPS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """What the programs are compiled for. Without a draft a block is one token, and decoding is autoregressive."""
+
+    target: TargetConfig
+    draft: DraftConfig | None
+    block_size: int
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose outputs the draft reads."""
+        return self.draft.target_layer_ids if self.draft else ()
+
+
+@struct.dataclass
+class Weights:
+    """Parameters of both models; the draft's are empty where there is none."""
+
+    target: Params
+    draft: Params
+
+
+@struct.dataclass
+class DecodeState:
+    """All that decoding knows of its rows.
+
+    `lengths` is the one truth (law 9): positions before it are committed in every buffer. The token at `lengths` is the
+    anchor, emitted but not yet in the caches. A row ends with its last token at `last`.
+    """
+
+    target: Cache
+    draft: Cache
+    tokens: Int[Array, "b s"]
+    drafted: Bool[Array, "b s"]  # the token was an accepted draft
+    lengths: Int[Array, "b"]
+    last: Int[Array, "b"]
+    stops: Int[Array, "b e"]
+    policy: Policy
+    emitted: Int[Array, "b s"]  # tokens of each block
+    blocks: Int[Array, "b"]
+    finish: Int[Array, "b"]
+
+
+@struct.dataclass
+class Request:
+    """What was asked of one row: where its answer must end, its stop tokens, how it chooses (a policy of one row)."""
+
+    prompt_length: Int[Array, ""]
+    last: Int[Array, ""]
+    stops: Int[Array, "e"]
+    policy: Policy
+
+
+def empty_state(models: Models, batch: int, rows: int, dtype: jnp.dtype) -> DecodeState:
+    """Return a state of idle rows, with buffers of `rows` positions."""
+
+    def fill(value: float, dtype: Any, *shape: int) -> Array:
+        return jnp.full((batch, *shape), value, dtype)
+
+    return DecodeState(
+        target=empty(models.target, batch, rows, dtype),
+        draft=empty(models.draft, batch, rows, dtype) if models.draft else (),
+        tokens=fill(0, jnp.int32, rows),
+        drafted=fill(0, bool, rows),
+        lengths=fill(0, jnp.int32),
+        last=fill(0, jnp.int32),
+        stops=fill(-1, jnp.int32, MAX_STOPS),
+        policy=Policy(
+            temperature=fill(0, jnp.float32),
+            top_k=fill(0, jnp.int32),
+            top_p=fill(1, jnp.float32),
+            seed=fill(0, jnp.uint32),
+            request=fill(0, jnp.uint32),
+        ),
+        emitted=fill(0, jnp.int32, rows),
+        blocks=fill(0, jnp.int32),
+        finish=fill(FULL, jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
+def prefill(
+    models: Models,
+    weights: Weights,
+    state: DecodeState,
+    row: Int[Array, ""],
+    tokens: Int[Array, "1 t"],
+    start: Int[Array, ""],
+    end: Int[Array, ""],
+) -> tuple[DecodeState, Float[Array, "1 1 d"]]:
+    """Read one chunk of a prompt into the caches of one row, from position `start` on.
+
+    Rows of the chunk past the prompt's end are garbage that later writes replace. Features go straight into the draft's
+    context and are never stored.
+
+    Returns:
+        The state, and the hidden state of position `end`, the prompt's last, if it lies in this chunk.
+    """
+    at = start[None]
+    one = jax.tree.map(lambda buffer: jax.lax.dynamic_slice_in_dim(buffer, row, 1), (state.target, state.draft))
+    hidden, features, target = _target(models, weights, tokens, one[0], at)
+    draft = _extend(models, weights, features, one[1], at)
+    both = jax.tree.map(
+        lambda buffer, part: jax.lax.dynamic_update_slice_in_dim(buffer, part, row, 0),
+        (state.target, state.draft),
+        (target, draft),
+    )
+    final = jax.lax.dynamic_slice_in_dim(hidden, end - start, 1, axis=1)
+    return dataclasses.replace(state, target=both[0], draft=both[1]), final
+
+
+@functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
+def admit(
+    models: Models,
+    weights: Weights,
+    state: DecodeState,
+    row: Int[Array, ""],
+    hidden: Float[Array, "1 1 d"],
+    request: Request,
+) -> DecodeState:
+    """Start the answer of a row whose prompt is in the caches: its first token is the target's, from the prefill."""
+    first_position = request.prompt_length[None]
+    token = choose(_logits(models, weights, hidden), first_position[:, None], request.policy)
+    room = request.last - request.prompt_length + 1
+    first = emission(token, jnp.ones_like(first_position), request.stops[None], room[None])
+
+    def put(buffer: Array, value: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
+
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[row, request.prompt_length].set(token[0, 0]),
+        drafted=state.drafted.at[row, request.prompt_length].set(False),
+        lengths=put(state.lengths, request.prompt_length),
+        last=put(state.last, request.last),
+        stops=put(state.stops, request.stops),
+        policy=jax.tree.map(lambda buffer, value: put(buffer, value[0]), state.policy, request.policy),
+        blocks=put(state.blocks, jnp.zeros((), jnp.int32)),
+        finish=put(state.finish, _finish(first.stopped, first.full)[0]),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
+def decode(models: Models, weights: Weights, state: DecodeState, blocks: Int[Array, ""]) -> DecodeState:
+    """Decode up to `blocks` blocks, or until a running row ends."""
+    running = (state.finish == RUNNING).sum()
+
+    def busy(carry: tuple[Array, DecodeState]) -> Bool[Array, ""]:
+        done, now = carry
+        return (done < blocks) & ((now.finish == RUNNING).sum() == running) & (running > 0)
+
+    def step(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        done, now = carry
+        return done + 1, decode_block(models, weights, now)
+
+    return jax.lax.while_loop(busy, step, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def decode_block(models: Models, weights: Weights, state: DecodeState) -> DecodeState:
+    """Draft, verify, accept and commit one block of every running row (laws 4 to 6)."""
+    anchors = jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
+    drafts = propose(models, weights, anchors, state.draft, state.lengths)
+    block = jnp.concatenate([anchors, drafts], axis=1)
+    hidden, features, target = _target(models, weights, block, state.target, state.lengths)
+    draft = _extend(models, weights, features, state.draft, state.lengths)
+    judged = masks.positions(state.lengths, models.block_size) + 1
+    chosen = choose(_logits(models, weights, hidden), judged, state.policy)
+    return commit(dataclasses.replace(state, target=target, draft=draft), chosen, accepted(chosen, drafts))
+
+
+def propose(
+    models: Models, weights: Weights, anchors: Int[Array, "b 1"], cache: Cache, start: Int[Array, "b"]
+) -> Int[Array, "b t-1"]:
+    """Draft a block in one pass: the anchor, then masks; slots 1 and up propose their argmax (law 4)."""
+    config = models.draft
+    if config is None:
+        return anchors[:, :0]
+    masked = jnp.full((anchors.shape[0], models.block_size - 1), config.mask_token_id, anchors.dtype)
+    block = jnp.concatenate([anchors, masked], axis=1)
+    embedded = _apply(Target(models.target), weights.target, block, method="embed")
+    hidden = _apply(Draft(config), weights.draft, embedded, cache, start)
+    logits = adjust_logits(config, _logits(models, weights, hidden[:, 1:]))
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def commit(state: DecodeState, chosen: Int[Array, "b t"], count: Int[Array, "b"]) -> DecodeState:
+    """Add a block to every running row: `count` accepted drafts, which equal the target's choices, and one choice more.
+
+    Rejection is arithmetic on `lengths`: the caches' rows past it are hidden, and overwritten by the next block.
+    """
+    running = state.finish == RUNNING
+    emitted = emission(chosen, count + 1, state.stops, state.last - state.lengths)
+    slots = jnp.arange(chosen.shape[1], dtype=jnp.int32)
+    lengths = state.lengths + jnp.where(running, emitted.length, 0)
+    finish = jnp.where(running, _finish(emitted.stopped, emitted.full), state.finish)
+
+    def put(buffer: Array, values: Array, at: Array) -> Array:
+        rows = jax.vmap(jax.lax.dynamic_update_slice)(buffer, values.astype(buffer.dtype), at[:, None])
+        return jnp.where(running[:, None], rows, buffer)
+
+    return dataclasses.replace(
+        state,
+        tokens=put(state.tokens, chosen, state.lengths + 1),
+        drafted=put(state.drafted, slots < count[:, None], state.lengths + 1),
+        lengths=lengths,
+        emitted=put(state.emitted, emitted.length[:, None], state.blocks),
+        blocks=state.blocks + running,
+        finish=finish,
+    )
+
+
+def _target(
+    models: Models, weights: Weights, tokens: Int[Array, "b t"], cache: Cache, start: Int[Array, "b"]
+) -> tuple[Float[Array, "b t d"], Float[Array, "b t pd"], Cache]:
+    return _apply(Target(models.target, models.taps), weights.target, tokens, cache, start)
+
+
+def _logits(models: Models, weights: Weights, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+    return _apply(Target(models.target), weights.target, hidden, method="logits")
+
+
+def _extend(
+    models: Models, weights: Weights, features: Float[Array, "b t pd"], cache: Cache, start: Int[Array, "b"]
+) -> Cache:
+    if models.draft is None:
+        return cache
+    return _apply(Draft(models.draft), weights.draft, features, cache, start, method="extend")
+
+
+def _apply(module: nn.Module, params: Params, *inputs: Any, method: str = "__call__") -> Any:
+    return module.apply({"params": params}, *inputs, method=method)
+
+
+def _finish(stopped: Bool[Array, "b"], full: Bool[Array, "b"]) -> Int[Array, "b"]:
+    return jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING)).astype(jnp.int32)

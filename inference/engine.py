@@ -1,0 +1,322 @@
+"""The engine: token ids in, token ids out, over one set of weights and one device state."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from convert import LoadedDraft, LoadedTarget, load_draft, load_target
+from dflash_jax.config import check_pair
+from dflash_jax.errors import UserError, check
+from dflash_jax.sampling import Policy
+from inference import decode
+
+# A chunk's cost should be near that of reading the weights once: more rows than that only pad short prompts.
+PREFILL_CHUNK = {"cpu": 64}
+PREFILL_CHUNK_ELSEWHERE = 256
+BLOCKS_A_LOOK = 64
+BLOCKS_A_LOOK_STREAMING = 4
+FINISH_REASONS = {decode.STOPPED: "stop", decode.FULL: "length"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """What is asked of an answer. Temperature 0 is greedy; `stop_token_ids` add to the checkpoint's own.
+
+    Raises:
+        UserError: a number out of its range, named.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self.max_new_tokens >= 1, f"max_new_tokens: {self.max_new_tokens}; 1 or more is right")
+        check(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature: {self.temperature}; 0 (greedy) or more is right",
+        )
+        check(0 < self.top_p <= 1, f"top_p: {self.top_p}; a number over 0 and up to 1 (no filter) is right")
+        check(0 <= self.top_k < 2**31, f"top_k: {self.top_k}; 0 (no filter) or more is right")
+        check(0 <= self.seed < 2**32, f"seed: {self.seed}; a whole number from 0 to {2**32 - 1} is right")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """An answer, or as much of it as there is: `finish_reason` is None until it ends.
+
+    `token_ids` holds the stop token, too. `drafted` says of each token whether it was an accepted draft.
+    `emitted_per_block` sums to one less than the tokens, since the first comes from the prefill.
+    """
+
+    token_ids: list[int]
+    drafted: list[bool]
+    emitted_per_block: list[int]
+    finish_reason: str | None
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens a block; None where the first token ended the answer."""
+        blocks = self.emitted_per_block
+        return sum(blocks) / len(blocks) if blocks else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens after the first over the seconds of decoding; None where there are none."""
+        after_first = len(self.token_ids) - 1
+        return after_first / self.decode_seconds if after_first else None
+
+
+@dataclasses.dataclass
+class _Row:
+    """A request in its place in the batch."""
+
+    index: int
+    prompt_length: int
+    prefill_seconds: float
+    began: float
+
+
+class Engine:
+    """Decodes with a target, and with a draft where there is one; the draft changes the speed and nothing else."""
+
+    def __init__(
+        self,
+        target: LoadedTarget,
+        draft: LoadedDraft | None = None,
+        *,
+        max_length: int = 2048,
+        batch_size: int = 1,
+        block_size: int | None = None,
+    ) -> None:
+        """Pair loaded models, and make room for `batch_size` rows of `max_length` tokens, prompt and answer together.
+
+        Raises:
+            UserError: models that do not pair, or a size that is absurd.
+        """
+        check(max_length >= 2, f"max_length: {max_length}; room for a prompt and an answer, 2 or more, is right")
+        check(batch_size >= 1, f"batch_size: {batch_size}; 1 or more is right")
+        if draft is not None:
+            check_pair(target.config, draft.config)
+        self.config = target.config
+        self.block_size = _block_size(draft, block_size)
+        self.max_length = min(max_length, target.config.max_positions)
+        self.stop_token_ids = target.stop_token_ids
+        self._speculative = decode.Models(target.config, draft.config if draft else None, self.block_size)
+        self._plain = decode.Models(target.config, None, 1)
+        self._weights = decode.Weights(target.params, draft.params if draft else {})
+        self._batch_size = batch_size
+        self._chunk = PREFILL_CHUNK.get(jax.default_backend(), PREFILL_CHUNK_ELSEWHERE)
+        self._state: decode.DecodeState | None = None
+        self._warm: set[decode.Models] = set()
+
+    @classmethod
+    def load(
+        cls,
+        ckpt: str,
+        draft: str | None = None,
+        *,
+        dtype: str = "float32",
+        max_length: int = 2048,
+        batch_size: int = 1,
+        block_size: int | None = None,
+    ) -> Self:
+        """Load a target, and a draft where one is named, from any checkpoint that `convert` reads.
+
+        Raises:
+            UserError: a checkpoint that cannot be read, or the faults that `Engine` names.
+        """
+        return cls(
+            load_target(ckpt, dtype),
+            load_draft(draft, dtype) if draft else None,
+            max_length=max_length,
+            batch_size=batch_size,
+            block_size=block_size,
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, speculate: bool = True
+    ) -> list[Generation]:
+        """Answer every prompt; those beyond the batch wait for a row.
+
+        Args:
+            prompts: token ids, one list a prompt.
+            sampling: what is asked of every answer.
+            speculate: False decodes autoregressively, through the same programs with a block of one token.
+
+        Raises:
+            UserError: a prompt that is empty, too long for its answer, or not of this vocabulary; it is named by index.
+        """
+        for i, prompt in enumerate(prompts):
+            self._check_prompt(prompt, sampling, f"prompt {i}")
+        done: dict[int, Generation] = {}
+        for index, generation in self._serve(prompts, sampling, speculate, BLOCKS_A_LOOK):
+            done[index] = generation
+        return [done[i] for i in range(len(prompts))]
+
+    def follow(self, prompt: Sequence[int], sampling: SamplingConfig, speculate: bool = True) -> Iterator[Generation]:
+        """Answer one prompt, yielding the answer so far every few blocks; the last one yielded is the whole.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        self._check_prompt(prompt, sampling, "prompt")
+        for _, generation in self._serve([prompt], sampling, speculate, BLOCKS_A_LOOK_STREAMING):
+            yield generation
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingConfig, speculate: bool = True) -> Iterator[list[int]]:
+        """Answer one prompt, yielding lists of new token ids every few accepted blocks.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        told = 0
+        for generation in self.follow(prompt, sampling, speculate):
+            yield generation.token_ids[told:]
+            told = len(generation.token_ids)
+
+    def warm_up(self, speculate: bool = True) -> None:
+        """Compile the programs, if they are not compiled yet, so that answers are timed without it."""
+        models = self._models(speculate)
+        if models in self._warm:
+            return
+        self._warm.add(models)
+        once = SamplingConfig(max_new_tokens=2)
+        for _ in self._serve([[0]], once, speculate, BLOCKS_A_LOOK):
+            pass
+
+    def _models(self, speculate: bool) -> decode.Models:
+        return self._speculative if speculate else self._plain
+
+    def _serve(
+        self, prompts: Iterable[Sequence[int]], sampling: SamplingConfig, speculate: bool, blocks: int
+    ) -> Iterator[tuple[int, Generation]]:
+        """Decode prompts through the batch, yielding (index, answer so far) at every look at the device."""
+        self.warm_up(speculate)
+        models = self._models(speculate)
+        waiting = enumerate(prompts)
+        rows: dict[int, _Row] = {}
+        state, self._state = self._state or self._empty_state(), None  # an abandoned answer leaves no state behind
+        while True:
+            for place in range(self._batch_size):
+                if place not in rows and (request := next(waiting, None)) is not None:
+                    state, rows[place] = self._admit(models, state, place, *request, sampling)
+            if not rows:
+                break
+            state = decode.decode(models, self._weights, state, _device(blocks, np.int32))
+            for place, generation in self._look(state, rows):
+                yield rows[place].index, generation
+                if generation.finish_reason:
+                    del rows[place]
+        self._state = state
+
+    def _admit(
+        self,
+        models: decode.Models,
+        state: decode.DecodeState,
+        place: int,
+        index: int,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+    ) -> tuple[decode.DecodeState, _Row]:
+        began = time.perf_counter()
+        length = len(prompt)
+        padded = np.zeros((1, -(-length // self._chunk) * self._chunk), np.int32)
+        padded[0, :length] = prompt
+        row, end = _device(place, np.int32), _device(length - 1, np.int32)
+        for start in range(0, length, self._chunk):
+            chunk = _device(padded[:, start : start + self._chunk], np.int32)
+            at = _device(start, np.int32)
+            state, hidden = decode.prefill(models, self._weights, state, row, chunk, at, end)
+        state = decode.admit(models, self._weights, state, row, hidden, self._request(length, index, sampling))
+        state.finish.block_until_ready()
+        now = time.perf_counter()
+        return state, _Row(index, length, now - began, now)
+
+    def _request(self, prompt_length: int, index: int, sampling: SamplingConfig) -> decode.Request:
+        stops = np.full(decode.MAX_STOPS, -1, np.int32)
+        union = self._stops(sampling)
+        stops[: len(union)] = union
+        return decode.Request(
+            prompt_length=_device(prompt_length, np.int32),
+            last=_device(prompt_length + sampling.max_new_tokens - 1, np.int32),
+            stops=_device(stops, np.int32),
+            policy=Policy(
+                temperature=_device([sampling.temperature], np.float32),
+                top_k=_device([sampling.top_k], np.int32),
+                top_p=_device([sampling.top_p], np.float32),
+                seed=_device([sampling.seed], np.uint32),
+                request=_device([index], np.uint32),
+            ),
+        )
+
+    def _look(self, state: decode.DecodeState, rows: dict[int, _Row]) -> list[tuple[int, Generation]]:
+        watched = (state.tokens, state.drafted, state.emitted, state.lengths, state.blocks, state.finish)
+        tokens, drafted, emitted, lengths, blocks, finish = jax.device_get(watched)
+        now = time.perf_counter()
+        found = []
+        for place, row in rows.items():
+            answer = slice(row.prompt_length, lengths[place] + 1)
+            generation = Generation(
+                token_ids=tokens[place, answer].tolist(),
+                drafted=drafted[place, answer].tolist(),
+                emitted_per_block=emitted[place, : blocks[place]].tolist(),
+                finish_reason=FINISH_REASONS.get(int(finish[place])),
+                prefill_seconds=row.prefill_seconds,
+                decode_seconds=now - row.began,
+            )
+            found.append((place, generation))
+        return found
+
+    def _empty_state(self) -> decode.DecodeState:
+        # A block, or a whole chunk, may be written at the last position (law 9).
+        rows = self.max_length + max(self.block_size, self._chunk)
+        dtype = jax.tree.leaves(self._weights.target)[0].dtype
+        return decode.empty_state(self._speculative, self._batch_size, rows, jnp.dtype(dtype))
+
+    def _stops(self, sampling: SamplingConfig) -> list[int]:
+        return sorted({*self.stop_token_ids, *sampling.stop_token_ids})
+
+    def _check_prompt(self, prompt: Sequence[int], sampling: SamplingConfig, name: str) -> None:
+        rows = self.config.vocab_size
+        check(len(prompt) > 0, f"{name}: empty; at least one token is needed")
+        for field, ids in ((name, prompt), ("stop_token_ids", sampling.stop_token_ids)):
+            strange = [i for i in ids if not 0 <= i < rows]
+            check(not strange, f"{field}: token id {strange[:1]} is outside the vocabulary; 0 to {rows - 1} are in it")
+        check(
+            len(self._stops(sampling)) <= decode.MAX_STOPS,
+            f"stop_token_ids: {len(self._stops(sampling))} with the checkpoint's own; at most {decode.MAX_STOPS} fit",
+        )
+        asked = len(prompt) + sampling.max_new_tokens
+        check(
+            asked <= self.max_length,
+            f"{name}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} make {asked}; "
+            f"max_length {self.max_length} is the limit (the target itself ends at {self.config.max_positions})",
+        )
+
+
+def _device(value: npt.ArrayLike, dtype: type[np.generic]) -> jax.Array:
+    """Put host values on the device as they are: nothing is compiled for it."""
+    return jax.device_put(np.asarray(value, dtype))
+
+
+def _block_size(draft: LoadedDraft | None, asked: int | None) -> int:
+    if draft is None:
+        check(asked in (None, 1), f"block_size: {asked} needs a draft; without one a block is one token")
+        return 1
+    size = draft.config.block_size if asked is None else asked
+    if size < 2:
+        raise UserError(f"block_size: {size}; 2 or more is right with a draft")
+    return size
