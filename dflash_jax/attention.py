@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
@@ -44,7 +45,7 @@ def attend(queries: Float[Array, "b n t h"], segments: list[Segment]) -> Float[A
 
 
 def _scores(grouped: Float[Array, "b k m h"], segment: Segment, t: int) -> Float[Array, "b k g t s"]:
-    wide = jnp.promote_types(grouped.dtype, jnp.float32)
+    wide = np.promote_types(grouped.dtype, np.float32)
     scores = jnp.einsum("bkmh,bksh->bkms", grouped, segment.keys, precision=EXACT, preferred_element_type=wide)
     b, k, m, s = scores.shape
     shown = segment.visible[:, None, None]

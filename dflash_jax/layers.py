@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -22,8 +23,8 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
         """Norm the last axis."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        wide = x.astype(np.promote_types(x.dtype, np.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return normed.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
 

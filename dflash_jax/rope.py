@@ -100,7 +100,7 @@ class Rotary:
         return section
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Return the inverse frequencies, float32 `[head_dim * partial / 2]`, scaled as the kind says.
+        """Return the inverse frequencies, float64 `[head_dim * partial / 2]`, scaled as the kind says.
 
         Sources: llama3 and yarn as in transformers' `modeling_rope_utils` (YaRN: arXiv 2309.00071).
         """
@@ -113,7 +113,7 @@ class Rotary:
             inverse = self._llama3_frequencies(inverse)
         elif self.kind == "yarn":
             inverse = self._yarn_frequencies(inverse, turning)
-        return inverse.astype(np.float32)
+        return inverse
 
     def _llama3_frequencies(self, inverse: np.ndarray) -> np.ndarray:
         turns = self.original_max_positions * inverse / (2 * math.pi)  # over the original context
@@ -169,7 +169,10 @@ def angles(
     rotary: Rotary, head_dim: int, positions: Int[Array, "b t"]
 ) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
     """Return cos and sin of every position, float32, r = head_dim * partial / 2."""
-    phases = positions[..., None].astype(jnp.float32) * rotary.frequencies(head_dim)[None, None]
+    # In units of 2**-32 turns, whose products wrap at whole turns: float32 radians are off by 2e-3 at position 40000.
+    turns = np.round(rotary.frequencies(head_dim) * (2**32 / (2 * math.pi))).astype(np.uint32)
+    wrapped = positions[..., None].astype(jnp.uint32) * turns[None, None]
+    phases = wrapped.astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
     return jnp.cos(phases) * rotary.attention_factor, jnp.sin(phases) * rotary.attention_factor
 
 
@@ -177,8 +180,9 @@ def rotate(
     x: Float[Array, "b n t h"], cos_sin: tuple[Float[Array, "b t r"], Float[Array, "b t r"]]
 ) -> Float[Array, "b n t h"]:
     """Turn the first 2r dimensions of each head: dimension i pairs with i + r, as in Hugging Face checkpoints."""
-    cos, sin = (part[:, None] for part in cos_sin)
+    wide = np.promote_types(x.dtype, np.float32)
+    cos, sin = (part[:, None].astype(wide) for part in cos_sin)
     r = cos.shape[-1]
-    first, second, still = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), [r, 2 * r], axis=-1)
+    first, second, still = jnp.split(x.astype(wide), [r, 2 * r], axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, still], axis=-1)
     return turned.astype(x.dtype)
