@@ -44,8 +44,12 @@ class Rotary:
         Raises:
             UserError: no base, an unknown kind, or a scaled kind that lacks one of its numbers.
         """
-        section = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        section = section.get(layer_type, section)
+        section: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        section = section.get(layer_type, section) if isinstance(section, Mapping) else section
+        check(
+            isinstance(section, Mapping),
+            f"rope_parameters or rope_scaling: {section!r} for {layer_type}; an object of rotary settings is right",
+        )
         theta: Any = section.get("rope_theta", config.get("rope_theta"))
         check(
             _is_number(theta) and theta > 0,
@@ -153,14 +157,17 @@ def _yarn(section: Mapping[str, Any], factor: float) -> dict[str, Any]:
     def gain(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    mscale, mscale_all = section.get("mscale"), section.get("mscale_all_dim")
-    attention: Any = section.get("attention_factor")
-    if attention is None:
-        attention = gain(mscale) / gain(mscale_all) if mscale and mscale_all else gain(1.0)
+    def number(field: str, default: float) -> float:
+        value: Any = section.get(field) or default
+        check(_is_number(value) and value > 0, f"{field}: {value!r}; a positive number is right")
+        return float(value)
+
+    both = section.get("mscale") and section.get("mscale_all_dim")
+    usual = gain(number("mscale", 1.0)) / gain(number("mscale_all_dim", 1.0)) if both else gain(1.0)
     return {
-        "beta_fast": float(section.get("beta_fast") or 32),
-        "beta_slow": float(section.get("beta_slow") or 1),
-        "attention_factor": float(attention),
+        "beta_fast": number("beta_fast", 32.0),
+        "beta_slow": number("beta_slow", 1.0),
+        "attention_factor": number("attention_factor", usual),
         "truncate": bool(section.get("truncate", True)),
     }
 
