@@ -1,0 +1,47 @@
+"""What every command shares: one-line errors, exit statuses, and no traceback for what is no fault of ours."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from dflash_jax.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that shows an example below its help, and whose errors are one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the parser's complaint as a `UserError`, which `run` prints."""
+        raise UserError(f"{message}; `{self.prog} --help` shows what is right")
+
+
+def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
+    """Run a command's `main` with the process's arguments, and exit: 0 done, 2 the user's fault, in one line.
+
+    An interrupt, a termination and a closed pipe end the process with the status a shell gives them, 128 + signal.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        main(sys.argv[1:])
+        sys.stdout.flush()
+        status = 0
+    except UserError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 128 + signal.SIGPIPE
+    sys.exit(status)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:  # noqa: ARG001
+    sys.exit(128 + number)

@@ -1,0 +1,33 @@
+"""Checkpoints by hub id: safetensors, configs and tokenizers, never pickles or code."""
+
+import sys
+from pathlib import Path
+
+import huggingface_hub as hf
+from huggingface_hub import constants, errors
+
+from dflash_jax.errors import UserError
+
+WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
+UNWANTED = ["*/*"]
+
+
+def fetch(name: str) -> Path:
+    """Return the directory that holds a hub model, from the cache or, unless HF_HUB_OFFLINE is set, from the hub.
+
+    Raises:
+        UserError: no such model, one that needs a login, or no way to it.
+    """
+    if not sys.stderr.isatty():
+        hf.utils.disable_progress_bars()
+    try:
+        return Path(hf.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except errors.GatedRepoError as error:
+        raise UserError(f"{name}: this hub model asks for a login; `hf auth login` first is right") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(f"{name}: no such path, and no such model on the hub") from error
+    except errors.LocalEntryNotFoundError as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the hub cannot be reached"
+        raise UserError(f"{name}: no such path, and as a hub id not in the cache while {reason}") from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise UserError(f"{name}: no such path, and as a hub id not to be had ({error})") from error

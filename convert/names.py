@@ -1,0 +1,99 @@
+"""The one table of tensor names: ours, Hugging Face's for targets and for drafts, and GGUF's."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+
+from dflash_jax import parameters
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.errors import check
+
+Layout = Literal["flax", "target", "draft", "gguf"]
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One tensor, or one a layer (`{}`), by its name in each layout; None where a layout has no such tensor.
+
+    `transposed`: other layouts store it [out, in] and we [in, out].
+    """
+
+    flax: str
+    target: str | None
+    draft: str | None
+    gguf: str | None
+    transposed: bool = False
+
+
+def _layer(flax: str, hugging_face: str, gguf: str, *, transposed: bool = False) -> Row:
+    layer = f"layers.{{}}.{hugging_face}"
+    return Row(f"layers_{{}}/{flax}", f"model.{layer}", layer, f"blk.{{}}.{gguf}", transposed)
+
+
+TABLE = (
+    Row("embedding", "model.embed_tokens.weight", None, "token_embd.weight"),
+    Row("head", "lm_head.weight", None, "output.weight", transposed=True),
+    Row("fc/kernel", None, "fc.weight", None, transposed=True),
+    Row("context_norm/scale", None, "hidden_norm.weight", None),
+    Row("final_norm/scale", "model.norm.weight", "norm.weight", "output_norm.weight"),
+    _layer("input_norm/scale", "input_layernorm.weight", "attn_norm.weight"),
+    _layer("attention/q_proj/kernel", "self_attn.q_proj.weight", "attn_q.weight", transposed=True),
+    _layer("attention/q_proj/bias", "self_attn.q_proj.bias", "attn_q.bias"),
+    _layer("attention/k_proj/kernel", "self_attn.k_proj.weight", "attn_k.weight", transposed=True),
+    _layer("attention/k_proj/bias", "self_attn.k_proj.bias", "attn_k.bias"),
+    _layer("attention/v_proj/kernel", "self_attn.v_proj.weight", "attn_v.weight", transposed=True),
+    _layer("attention/v_proj/bias", "self_attn.v_proj.bias", "attn_v.bias"),
+    _layer("attention/o_proj/kernel", "self_attn.o_proj.weight", "attn_output.weight", transposed=True),
+    _layer("attention/o_proj/bias", "self_attn.o_proj.bias", "attn_output.bias"),
+    _layer("attention/q_norm/scale", "self_attn.q_norm.weight", "attn_q_norm.weight"),
+    _layer("attention/k_norm/scale", "self_attn.k_norm.weight", "attn_k_norm.weight"),
+    _layer("mlp_norm/scale", "post_attention_layernorm.weight", "ffn_norm.weight"),
+    _layer("mlp/gate_proj/kernel", "mlp.gate_proj.weight", "ffn_gate.weight", transposed=True),
+    _layer("mlp/gate_proj/bias", "mlp.gate_proj.bias", "ffn_gate.bias"),
+    _layer("mlp/up_proj/kernel", "mlp.up_proj.weight", "ffn_up.weight", transposed=True),
+    _layer("mlp/up_proj/bias", "mlp.up_proj.bias", "ffn_up.bias"),
+    _layer("mlp/down_proj/kernel", "mlp.down_proj.weight", "ffn_down.weight", transposed=True),
+    _layer("mlp/down_proj/bias", "mlp.down_proj.bias", "ffn_down.bias"),
+)
+_ROWS = {row.flax: row for row in TABLE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor that a config asks for: where it goes, and the shape in which the layout stores it."""
+
+    path: str
+    shape: Shape
+    transposed: bool
+
+
+def expected(config: TargetConfig | DraftConfig, layout: Layout) -> dict[str, Tensor]:
+    """Return every tensor that a checkpoint of this config has, by its name in the layout."""
+    tensors = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(parameters.shapes(config)):
+        path = "/".join(key.key for key in keys)
+        index = re.match(r"layers_(\d+)/", path)
+        row = _ROWS[re.sub(r"^layers_\d+/", "layers_{}/", path)]
+        name = getattr(row, layout).format(index[1] if index else None)
+        transposed = row.transposed and layout != "flax"
+        tensors[name] = Tensor(path, leaf.shape[::-1] if transposed else leaf.shape, transposed)
+    return tensors
+
+
+def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those that its config asks for.
+
+    Raises:
+        UserError: naming every tensor that is missing, unexpected or mis-shaped.
+    """
+    missing = sorted(wanted.keys() - found.keys())
+    unexpected = sorted(found.keys() - wanted.keys())
+    wrong = [name for name in wanted if name in found and found[name] != wanted[name].shape]
+    faults = [f"missing {', '.join(missing)}"] if missing else []
+    faults += [f"unexpected {', '.join(unexpected)}"] if unexpected else []
+    faults += [f"{name} is {list(found[name])}, and {list(wanted[name].shape)} is right" for name in wrong]
+    check(not faults, f"the tensors are not those of its config: {'; '.join(faults)}")

@@ -1,0 +1,33 @@
+"""Progress on standard error: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+T = TypeVar("T")
+# Takes what is iterated over, how many there will be, and what is being done to them.
+Watch = Callable[[Iterable[Any], int, str], Iterable[Any]]
+SECONDS_BETWEEN_LINES = 5.0
+
+
+def show(items: Iterable[T], total: int, label: str) -> Iterator[T]:
+    """Yield the items, and tell standard error how far along they are."""
+    if sys.stderr.isatty():
+        yield from track(items, label, total, console=Console(stderr=True), transient=True)
+        return
+    print(label, file=sys.stderr, flush=True)
+    last = time.monotonic()
+    for done, item in enumerate(items):
+        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
+            print(f"{label}: {done} of {total}", file=sys.stderr, flush=True)
+            last = time.monotonic()
+        yield item
+
+
+def quiet(items: Iterable[T], total: int, label: str) -> Iterable[T]:  # noqa: ARG001
+    """Return the items and say nothing."""
+    return items

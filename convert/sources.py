@@ -1,0 +1,70 @@
+"""From what a user writes after `--ckpt` to the reader of that format."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from convert import hub, weights
+from convert.flax_checkpoint import MANIFEST, PARAMS, FlaxSource
+from convert.gguf_file import GgufSource
+from convert.huggingface import HuggingFaceSource
+from dflash_jax.config import DraftConfig, TargetConfig
+from dflash_jax.errors import UserError, check
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Source(Protocol):
+    """A checkpoint of any format, whose header and config have been read."""
+
+    format: str
+    path: Path
+    config_name: str
+    hf_config: dict[str, Any]
+
+    def check(self, config: TargetConfig | DraftConfig) -> None:
+        """Refuse tensors that are not those of the config."""
+
+    def dtypes(self) -> list[str]:
+        """Return the dtypes that are stored, by name."""
+
+    def arrays(self, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> weights.Arrays:
+        """Yield every parameter, one at a time."""
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Return the stops that stand elsewhere than in the config."""
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer."""
+
+    def has_chat_template(self) -> bool:
+        """Say whether there is a chat template."""
+
+    def files(self) -> list[Path]:
+        """Return the files that make up the checkpoint."""
+
+    def save_companions(self, directory: Path) -> None:
+        """Put the tokenizer's files and the generation config into a directory."""
+
+
+def open_source(name: str) -> Source:
+    """Open a checkpoint by its path or hub id, and read its headers.
+
+    Raises:
+        UserError: nothing there, or nothing that is a checkpoint.
+    """
+    path = Path(name)
+    if not os.path.lexists(path) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        path = hub.fetch(name)
+    check(path.exists(), f"{name}: no such file or directory, and not a hub id (owner/name)")
+    if path.is_dir():
+        is_ours = (path / MANIFEST).exists() or (path / PARAMS).is_dir()
+        return FlaxSource(path) if is_ours else HuggingFaceSource(path)
+    if path.suffix == ".gguf":
+        return GgufSource(path)
+    if path.suffix == ".safetensors":
+        raise UserError(f"{name}: weights alone; the directory that holds them and config.json is right")
+    raise UserError(f"{name}: not a checkpoint; a directory or a .gguf file is right")
