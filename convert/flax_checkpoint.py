@@ -4,8 +4,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
-import operator
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,13 +17,13 @@ import orbax.checkpoint as ocp
 from convert import names, weights
 from convert.files import about, read_json, write_json
 from convert.huggingface import HuggingFaceSource
+from convert.trees import flatten, nest
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError, check
 from dflash_jax.parameters import Params
 
 MANIFEST, PARAMS = "manifest.json", "params"
 FORMAT_VERSION = 1
-GIGABYTE = 10**9
 
 
 class FlaxSource(HuggingFaceSource):
@@ -52,8 +50,7 @@ class FlaxSource(HuggingFaceSource):
         """Orbax's record of each parameter, with its shape and dtype, by path."""
         with _readable(self.path / PARAMS), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = checkpointer.metadata(self.path.absolute() / PARAMS).item_metadata.tree
-            leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: hasattr(node, "shape"))
-            return {"/".join(key.key for key in keys): leaf for keys, leaf in leaves}
+            return flatten(tree, is_leaf=lambda node: hasattr(node, "shape"))
 
     def check(self, config: TargetConfig | DraftConfig) -> None:
         """Refuse parameters that are not those of the config."""
@@ -74,7 +71,7 @@ class FlaxSource(HuggingFaceSource):
                 for path in group:
                     stored = weights.kept_dtype(np.dtype(self.stored[path].dtype), f"{self.path}: {path}")
                     wanted[path] = ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype or stored)
-                tree = nest((tuple(path.split("/")), args) for path, args in wanted.items())
+                tree = nest(wanted.items())
                 with _readable(self.path / PARAMS):
                     restored = checkpointer.restore(
                         self.path.absolute() / PARAMS,
@@ -82,24 +79,12 @@ class FlaxSource(HuggingFaceSource):
                             item=jax.tree.map(lambda _: 0, tree), restore_args=tree, partial_restore=True
                         ),
                     )
-                for path in wanted:
-                    yield path, functools.reduce(operator.getitem, path.split("/"), restored)
+                yield from flatten(restored).items()
                 del restored
 
     def files(self) -> list[Path]:
         """Return every file of the checkpoint."""
         return sorted(file for file in self.path.rglob("*") if file.is_file())
-
-
-def nest(items: Any) -> Params:
-    """Return the nested dictionary whose leaves are given with their paths."""
-    tree: Params = {}
-    for path, leaf in items:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
 
 
 @contextlib.contextmanager
@@ -132,10 +117,8 @@ def new_directory(destination: Path) -> Iterator[Path]:
 def write(directory: Path, params: Params, hf_config: dict[str, Any], manifest: dict[str, Any]) -> None:
     """Write config, parameters and, last, the manifest into a directory."""
     write_json(directory / "config.json", hf_config)
-    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
-    # Bounds what orbax copies: it holds a few times the tensor that it writes.
-    handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=math.ceil(5 * largest) / GIGABYTE)
-    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
+    # Compressing would hold everything a second time, and take ten times as long, for little: weights are noise.
+    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
         checkpointer.save(directory.absolute() / PARAMS, args=ocp.args.PyTreeSave(params))
     write_json(directory / MANIFEST, {"format_version": FORMAT_VERSION} | manifest)
     _sync(directory / MANIFEST)

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-import huggingface_hub as hf
-from huggingface_hub import constants, errors
+from huggingface_hub import constants, errors, snapshot_download
+from huggingface_hub.utils import disable_progress_bars
 
 from dflash_jax.errors import UserError
 
@@ -19,9 +19,9 @@ def fetch(name: str) -> Path:
         UserError: no such model, one that needs a login, or no way to it.
     """
     if not sys.stderr.isatty():
-        hf.utils.disable_progress_bars()
+        disable_progress_bars()
     try:
-        return Path(hf.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except errors.GatedRepoError as error:
         raise UserError(f"{name}: this hub model asks for a login; `hf auth login` first is right") from error
     except errors.RepositoryNotFoundError as error:

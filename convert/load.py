@@ -9,10 +9,10 @@ import numpy as np
 
 from convert import weights
 from convert.files import about
-from convert.flax_checkpoint import nest
 from convert.gguf_file import GgufSource
 from convert.progress import Watch, quiet
 from convert.sources import Source, open_source
+from convert.trees import nest
 from dflash_jax import parameters
 from dflash_jax.config import DraftConfig, TargetConfig, is_draft
 from dflash_jax.errors import UserError
@@ -121,4 +121,4 @@ def read_params(
     source.check(config)
     total = len(jax.tree.leaves(parameters.shapes(config)))
     arrays: Iterable[tuple[str, np.ndarray]] = watch(source.arrays(config, dtype), total, f"reading {source.path}")
-    return nest((keys, place(keys, array)) for keys, array in ((tuple(p.split("/")), a) for p, a in arrays))
+    return nest((path, place(tuple(path.split("/")), array)) for path, array in arrays)

@@ -5,8 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-import jax
-
+from convert.trees import flatten
 from dflash_jax import parameters
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import check
@@ -74,8 +73,7 @@ class Tensor:
 def expected(config: TargetConfig | DraftConfig, layout: Layout) -> dict[str, Tensor]:
     """Return every tensor that a checkpoint of this config has, by its name in the layout."""
     tensors = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(parameters.shapes(config)):
-        path = "/".join(key.key for key in keys)
+    for path, leaf in flatten(parameters.shapes(config)).items():
         index = re.match(r"layers_(\d+)/", path)
         row = _ROWS[re.sub(r"^layers_\d+/", "layers_{}/", path)]
         name = getattr(row, layout).format(index[1] if index else None)

@@ -1,0 +1,68 @@
+"""`python -m convert`: checkpoints from one format to another, and what they are."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from convert import progress
+from convert.cli import Parser, run
+from convert.inspection import inspect
+from convert.to_flax import to_flax
+
+SOURCE = "Flax checkpoint, Hugging Face directory, .gguf file or hub id (owner/name)"
+EXAMPLE = """example:
+  python -m convert to-flax Qwen/Qwen3-4B qwen3-4b --dtype bfloat16
+  python -m convert inspect qwen3-4b --json"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Parse a command line and do what it says."""
+    options = _parser().parse_args(arguments)
+    # Converting needs no accelerator, and a model may well not fit on one.
+    jax.config.update("jax_platforms", "cpu")
+    if options.command == "inspect":
+        _print(inspect(options.path), as_json=options.json)
+    else:
+        manifest = to_flax(options.source, Path(options.destination), options.dtype, watch=progress.show)
+        print(f"{options.destination}: {manifest['kind']}, {manifest['parameters']:,} parameters, {manifest['dtype']}")
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m convert", description=__doc__, epilog=EXAMPLE)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    text = "write a Flax checkpoint"
+    command = commands.add_parser("to-flax", help=text, description=text, epilog=EXAMPLE)
+    command.add_argument("source", metavar="SRC", help=SOURCE)
+    command.add_argument("destination", metavar="DST", help="directory to write, which must not be there yet")
+    command.add_argument(
+        "--dtype", default="keep", metavar="keep|float32|bfloat16", help="of the parameters written (default: keep)"
+    )
+    text = "say what a checkpoint is, from its headers"
+    command = commands.add_parser("inspect", help=text, description=text, epilog=EXAMPLE)
+    command.add_argument("path", metavar="PATH", help=SOURCE)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _print(description: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(description))
+        return
+    width = max(map(len, description))
+    for name, value in description.items():
+        print(f"{name:<{width}}  {_text(value)}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+if __name__ == "__main__":
+    run(main)
