@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from convert import names
 from convert.load import any_config, stop_token_ids
-from convert.names import expected
 from convert.sources import open_source
 from dflash_jax.config import DRAFT_ARCHITECTURE, FAMILIES, DraftConfig, TargetConfig
 
@@ -22,7 +22,7 @@ def inspect(name: str) -> dict[str, Any]:
         "path": name,
         "format": source.format,
         **(_target(config, stop_token_ids(source, config)) if isinstance(config, TargetConfig) else _draft(config)),
-        "parameters": sum(math.prod(tensor.shape) for tensor in expected(config, "flax").values()),
+        "parameters": sum(map(math.prod, names.shapes(config).values())),
         "dtypes": source.dtypes(),
         "bytes": sum(file.stat().st_size for file in source.files()),
         "vocab_size": config.vocab_size,

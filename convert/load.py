@@ -4,16 +4,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import numpy as np
 
-from convert import weights
+from convert import names, weights
 from convert.files import about
 from convert.gguf_file import GgufSource
 from convert.progress import Watch, quiet
 from convert.sources import Source, open_source
 from convert.trees import nest
-from dflash_jax import parameters
 from dflash_jax.config import DraftConfig, TargetConfig, is_draft
 from dflash_jax.errors import UserError
 from dflash_jax.parameters import Params
@@ -119,6 +117,6 @@ def read_params(
         UserError: tensors that are missing, unexpected, mis-shaped or unreadable.
     """
     source.check(config)
-    total = len(jax.tree.leaves(parameters.shapes(config)))
+    total = len(names.shapes(config))
     arrays: Iterable[tuple[str, np.ndarray]] = watch(source.arrays(config, dtype), total, f"reading {source.path}")
     return nest((path, place(tuple(path.split("/")), array)) for path, array in arrays)

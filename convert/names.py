@@ -1,8 +1,10 @@
 """The one table of tensor names: ours, Hugging Face's for targets and for drafts, and GGUF's."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from convert.trees import flatten
@@ -70,15 +72,21 @@ class Tensor:
     transposed: bool
 
 
+@functools.lru_cache(maxsize=8)
+def shapes(config: TargetConfig | DraftConfig) -> Mapping[str, Shape]:
+    """Return the shape of every parameter by its path; kept, since finding out traces the model."""
+    return MappingProxyType({path: leaf.shape for path, leaf in flatten(parameters.shapes(config)).items()})
+
+
 def expected(config: TargetConfig | DraftConfig, layout: Layout) -> dict[str, Tensor]:
     """Return every tensor that a checkpoint of this config has, by its name in the layout."""
     tensors = {}
-    for path, leaf in flatten(parameters.shapes(config)).items():
+    for path, shape in shapes(config).items():
         index = re.match(r"layers_(\d+)/", path)
         row = _ROWS[re.sub(r"^layers_\d+/", "layers_{}/", path)]
         name = getattr(row, layout).format(index[1] if index else None)
         transposed = row.transposed and layout != "flax"
-        tensors[name] = Tensor(path, leaf.shape[::-1] if transposed else leaf.shape, transposed)
+        tensors[name] = Tensor(path, shape[::-1] if transposed else shape, transposed)
     return tensors
 
 
