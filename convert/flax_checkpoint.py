@@ -69,8 +69,8 @@ class FlaxSource(HuggingFaceSource):
             for _, group in itertools.groupby(paths, key=lambda path: path.split("/")[0]):
                 wanted = {}
                 for path in group:
-                    stored = weights.kept_dtype(np.dtype(self.stored[path].dtype), f"{self.path}: {path}")
-                    wanted[path] = ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype or stored)
+                    kind = weights.loaded_dtype(dtype, np.dtype(self.stored[path].dtype), f"{self.path}: {path}")
+                    wanted[path] = ocp.RestoreArgs(restore_type=np.ndarray, dtype=kind)
                 tree = nest(wanted.items())
                 with _readable(self.path / PARAMS):
                     restored = checkpointer.restore(

@@ -92,8 +92,8 @@ class HuggingFaceSource:
         if self._stores_tied_head(config):
             self._check_tied_head()
         for name, tensor in self._wanted(config).items():
-            stored = weights.kept_dtype(STORED[self.headers[name].dtype], f"{self.path}: {name}")
-            yield tensor.path, weights.assemble(self._blocks(name), tensor, dtype or stored)
+            kind = weights.loaded_dtype(dtype, STORED[self.headers[name].dtype], f"{self.path}: {name}")
+            yield tensor.path, weights.assemble(self._blocks(name), tensor, kind)
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return the stops that the generation config adds."""

@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from dflash_jax.errors import UserError, check
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+@runtime_checkable
 class Source(Protocol):
     """A checkpoint of any format, whose header and config have been read."""
 

@@ -33,14 +33,15 @@ def asked_dtype(name: str | None) -> np.dtype | None:
     return DTYPES[name]
 
 
-def kept_dtype(dtype: np.dtype, name: str) -> np.dtype:
-    """Return the dtype under which a stored tensor is kept.
+def loaded_dtype(asked: np.dtype | None, stored: np.dtype, name: str) -> np.dtype:
+    """Return the dtype that a tensor gets: what was asked for, or what is stored.
 
     Raises:
-        UserError: a float64 tensor where JAX would narrow it.
+        UserError: a float64 tensor that is to be kept, where JAX would narrow it.
     """
-    _check_width(dtype, name)
-    return dtype
+    if asked is None:
+        _check_width(stored, name)
+    return asked or stored
 
 
 def assemble(blocks: Iterable[np.ndarray], tensor: Tensor, dtype: np.dtype) -> np.ndarray:
