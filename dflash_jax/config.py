@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.errors import check
-from dflash_jax.rope import Rotary
+from dflash_jax.rope import Rotary, is_number
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 DRAFT_ARCHITECTURE = "DFlashDraftModel"
@@ -78,11 +78,13 @@ class TargetConfig(TransformerConfig):
             f"{' and '.join(FAMILIES.values())} are",
         )
         common = _read_transformer(config, qk_norm=family == "qwen3", draft=False)
+        bos = config.get("bos_token_id")
+        check(bos is None or _is_int(bos), f"bos_token_id: {bos!r}; a token id or null is right")
         return cls(
             **common,
             family=str(family),
             tie_word_embeddings=_flag(config, "tie_word_embeddings"),
-            bos_token_id=config.get("bos_token_id"),
+            bos_token_id=bos,
             stop_token_ids=token_ids(config.get("eos_token_id"), "eos_token_id"),
         )
 
@@ -127,6 +129,8 @@ class DraftConfig(TransformerConfig):
             architectures == [DRAFT_ARCHITECTURE],
             f"architecture {', '.join(architectures)} is not supported as a draft; {DRAFT_ARCHITECTURE} is",
         )
+        own = config.get("dflash_config") or {}
+        check(isinstance(own, Mapping), f"dflash_config: {own!r}; an object of the draft's own fields is right")
         for field in ("draft_vocab_size", "d2t"):
             check(
                 _either(config, field) in (None, config.get("vocab_size")),
@@ -145,16 +149,22 @@ class DraftConfig(TransformerConfig):
         is_causal = _either(config, "is_causal", "causal")
         check(is_causal in (None, True, False), f"is_causal: {is_causal!r}; true, false or null is right")
         softcap = _either(config, "final_logit_softcapping")
+        check(
+            softcap is None or (is_number(softcap) and softcap >= 0),
+            f"final_logit_softcapping: {softcap!r}; a positive number, or 0 or null for none, is right",
+        )
+        layers = config.get("num_target_layers")
+        check(layers is None or _is_int(layers), f"num_target_layers: {layers!r}; a whole number or null is right")
         vocab_size = _positive(config, "vocab_size")
         return cls(
             **_read_transformer(config, qk_norm=True, draft=True, is_causal=is_causal),
             block_size=block_size,
             mask_token_id=_mask_token_id(config, vocab_size),
             target_layer_ids=tuple(ids),
-            num_target_layers=config.get("num_target_layers"),
+            num_target_layers=layers,
             is_causal=is_causal,
-            input_embedding_scale=float(_either(config, "input_embedding_scale") or 1.0),
-            output_multiplier=float(_either(config, "output_multiplier") or 1.0),
+            input_embedding_scale=_scale(config, "input_embedding_scale"),
+            output_multiplier=_scale(config, "output_multiplier"),
             final_logit_softcapping=float(softcap) if softcap else None,
         )
 
@@ -325,6 +335,13 @@ def _either(config: Mapping[str, Any], field: str, short: str | None = None) -> 
         f"{field}: {found[0]!r} and {found[-1]!r}, at the top and in dflash_config; they must be equal",
     )
     return found[0]
+
+
+def _scale(config: Mapping[str, Any], field: str) -> float:
+    value = _either(config, field)
+    value = 1.0 if value is None else value
+    check(is_number(value) and value > 0, f"{field}: {value!r}; a positive number is right")
+    return float(value)
 
 
 def _positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:

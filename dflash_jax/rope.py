@@ -52,14 +52,14 @@ class Rotary:
         )
         theta: Any = section.get("rope_theta", config.get("rope_theta"))
         check(
-            _is_number(theta) and theta > 0,
+            is_number(theta) and theta > 0,
             "no rotary base: set `rope_theta`, or `rope_parameters.rope_theta`, to a positive number",
         )
         kind = section.get("rope_type", section.get("type", "default"))
         check(kind in KINDS, f"rope_type {kind!r} is not supported; one of {', '.join(KINDS)} is")
         partial = section.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         check(
-            _is_number(partial) and 0 < partial <= 1,
+            is_number(partial) and 0 < partial <= 1,
             f"partial_rotary_factor is {partial!r}; a number over 0 and up to 1 is right",
         )
         common = cls(theta=float(theta), kind=kind, partial=float(partial))
@@ -70,14 +70,14 @@ class Rotary:
         if factor is None and kind == "yarn" and original:
             factor = config["max_position_embeddings"] / original
         check(
-            _is_number(factor) and factor > 0,
+            is_number(factor) and factor > 0,
             f"rope_type {kind!r} needs a positive `factor`; found {factor!r}",
         )
         scaled = dataclasses.replace(common, factor=float(factor))
         if kind == "linear":
             return scaled
         check(
-            _is_number(original) and original > 0,
+            is_number(original) and original > 0,
             f"rope_type {kind!r} needs `original_max_position_embeddings`; found {original!r}",
         )
         scaled = dataclasses.replace(scaled, original_max_positions=int(original))
@@ -139,14 +139,15 @@ class Rotary:
         return inverse * (1 - interpolated) + inverse / self.factor * interpolated
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Say whether a value read from JSON is a finite number, and not true or false."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _llama3(section: Mapping[str, Any]) -> dict[str, Any]:
     low: Any = section.get("low_freq_factor")
     high: Any = section.get("high_freq_factor")
-    if not (_is_number(low) and _is_number(high) and 0 < low < high):
+    if not (is_number(low) and is_number(high) and 0 < low < high):
         raise UserError(
             f"rope_type 'llama3' needs 0 < `low_freq_factor` < `high_freq_factor`; found {low!r} and {high!r}"
         )
@@ -159,7 +160,7 @@ def _yarn(section: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
     def number(field: str, default: float) -> float:
         value: Any = section.get(field) or default
-        check(_is_number(value) and value > 0, f"{field}: {value!r}; a positive number is right")
+        check(is_number(value) and value > 0, f"{field}: {value!r}; a positive number is right")
         return float(value)
 
     both = section.get("mscale") and section.get("mscale_all_dim")
