@@ -59,7 +59,8 @@ def test_the_softmax_of_bfloat16_heads_runs_in_float32():
     visible = np.ones((1, 8, 8), bool)
     ours = attend(queries, [Segment(keys, values, jnp.asarray(visible))])
     assert ours.dtype == jnp.bfloat16
-    expected = dense(*(np.asarray(x, np.float32) for x in (queries, keys, values)), visible)
+    wide = [np.asarray(x, np.float32) for x in (queries, keys, values)]
+    expected = dense(wide[0], wide[1], wide[2], visible)
     np.testing.assert_allclose(ours.astype(np.float32), expected, atol=0.02)
 
 

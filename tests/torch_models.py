@@ -12,9 +12,9 @@ import torch
 from flax.traverse_util import unflatten_dict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
-from dflash_jax import cache
+from dflash_jax import cache, parameters
 from dflash_jax.cache import Cache
-from dflash_jax.config import TargetConfig, TransformerConfig
+from dflash_jax.config import DraftConfig, TargetConfig, TransformerConfig
 from dflash_jax.target import Target
 
 # Heads are wider than hidden_size / num_attention_heads, and every size differs, so that a mixed-up axis raises.
@@ -98,6 +98,18 @@ def params_of(model: torch.nn.Module, *, tied: bool = False) -> dict[str, Any]:
     return unflatten_dict(flat, sep=".")
 
 
+def random_params(config: TargetConfig | DraftConfig, seed: int = 0) -> dict[str, Any]:
+    """Return float32 weights that show a fault, as `randomise` does, without a torch model."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        noise = rng.normal(size=shape.shape)
+        value = noise * shape.shape[0] ** -0.5 if noise.ndim == 2 else 1 + 0.3 * noise
+        return jnp.asarray(value, jnp.float32)
+
+    return jax.tree.map(leaf, parameters.shapes(config))
+
+
 def hf_target(name: str) -> tuple[torch.nn.Module, TargetConfig, dict[str, Any]]:
     """Return the torch model of `TARGETS[name]`, its config as we read it, and its weights as our tree."""
     hf = TARGETS[name]
@@ -113,7 +125,8 @@ def _step(config: TargetConfig) -> Callable[..., Any]:
 
     @jax.jit
     def step(params: Any, tokens: jax.Array, filled: Cache, start: jax.Array) -> tuple[Any, ...]:
-        hidden, taps, filled = model.apply({"params": params}, tokens, filled, start)
+        outputs: Any = model.apply({"params": params}, tokens, filled, start)
+        hidden, taps, filled = outputs
         return hidden, taps, model.apply({"params": params}, hidden, method="logits"), filled
 
     return step
