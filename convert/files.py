@@ -15,7 +15,7 @@ def about(file: Path | str) -> Iterator[None]:
     """Put the file's name in front of faults found in what it holds.
 
     Raises:
-        UserError: the same fault, named; or a value whose type made its reader stumble; or an unreadable file.
+        UserError: the same fault, named; or an unreadable file.
     """
     try:
         yield
@@ -23,8 +23,16 @@ def about(file: Path | str) -> Iterator[None]:
         raise UserError(f"{file}: {error}") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from error
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
-        raise UserError(f"{file}: a value of the wrong type or form ({error})") from error
+
+
+@contextlib.contextmanager
+def about_values(file: Path | str) -> Iterator[None]:
+    """Do as `about` does where values of any type may turn up, and make a reader's stumbling over one a fault too."""
+    with about(file):
+        try:
+            yield
+        except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
+            raise UserError(f"a value of the wrong type or form ({error})") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from convert import gguf_config, gguf_tokenizer, names, weights
-from convert.files import about
+from convert.files import about, about_values
 from convert.gguf_header import StoredTensor, read_header
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import check
@@ -33,7 +33,7 @@ class GgufSource:
         self.config_name = str(path)
         header = read_header(path)
         self.metadata, self.tensors = header.metadata, header.tensors
-        with about(path):
+        with about_values(path):
             self.hf_config = gguf_config.read(self.metadata, self.tensors, self._rope_factors())
 
     def check(self, config: TargetConfig | DraftConfig) -> None:
@@ -61,7 +61,7 @@ class GgufSource:
 
     def tokenizer(self) -> Any:
         """Build the tokenizer that the metadata describes."""
-        with about(self.path):
+        with about_values(self.path):
             return gguf_tokenizer.build(self.metadata)
 
     def has_chat_template(self) -> bool:

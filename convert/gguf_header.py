@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from convert.files import about
+from convert.files import about_values
 from convert.names import Shape
 from dflash_jax.errors import UserError, check
 
@@ -60,7 +60,7 @@ def read_header(path: Path) -> GgufHeader:
     Raises:
         UserError: not GGUF, of another version or byte order, truncated, or corrupt.
     """
-    with about(path), path.open("rb") as file:
+    with about_values(path), path.open("rb") as file:
         reader = _Reader(file, path.stat().st_size)
         check(reader.take(4) == MAGIC, "not a GGUF file (its first four bytes are not GGUF); a .gguf file is right")
         version = reader.number("<u4")
@@ -88,7 +88,7 @@ class _Reader:
         check(count <= left, "truncated or corrupt: its header runs past its end; a complete file is right")
         return self.file.read(count)
 
-    def number(self, code: str) -> int:
+    def number(self, code: str) -> Any:
         return self.numbers(code, 1)[0]
 
     def numbers(self, code: str, count: int) -> list[Any]:

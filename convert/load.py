@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from convert import names, weights
-from convert.files import about
+from convert.files import about_values
 from convert.gguf_file import GgufSource
 from convert.progress import Watch, quiet
 from convert.sources import Source, open_source
@@ -84,7 +84,7 @@ def load_tokenizer(path: str) -> Any:
 
 def target_config(source: Source) -> TargetConfig:
     """Read a source's config as a target's."""
-    with about(source.config_name):
+    with about_values(source.config_name):
         return TargetConfig.from_hf(source.hf_config)
 
 
@@ -92,13 +92,13 @@ def draft_config(source: Source) -> DraftConfig:
     """Read a source's config as a draft's."""
     if isinstance(source, GgufSource):
         raise UserError(f"{source.path}: a .gguf file holds a target; a draft's directory is right")
-    with about(source.config_name):
+    with about_values(source.config_name):
         return DraftConfig.from_hf(source.hf_config)
 
 
 def any_config(source: Source) -> TargetConfig | DraftConfig:
     """Read a source's config as that of the kind it is."""
-    with about(source.config_name):
+    with about_values(source.config_name):
         draft = is_draft(source.hf_config)
     return draft_config(source) if draft else target_config(source)
 

