@@ -1,0 +1,164 @@
+"""Prompts as users give them: text, chats or token ids, from the command line, a JSONL file or standard input."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dflash_jax.errors import UserError, check
+
+FORMS = ("prompt", "messages", "prompt_ids")
+ROW = '{"prompt": "…"}, {"messages": […]} or {"prompt_ids": […]}'
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt in one of its three forms, and the place where it was given, which errors name.
+
+    `text` becomes the only message of a chat, unless it is taken raw; `messages` are a chat up to the answer; `ids` are
+    used as they are.
+    """
+
+    where: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    ids: list[int] | None = None
+
+
+def from_text(text: str, where: str) -> Prompt:
+    """Take a prompt's text.
+
+    Raises:
+        UserError: nothing but white space, or what is no text in UTF-8.
+    """
+    check(bool(text.strip()), f"{where}: empty; some text is needed")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: not valid UTF-8 text (character {error.start + 1})") from error
+    return Prompt(where, text=text)
+
+
+def from_stream(stream: BinaryIO, *, raw: bool) -> Prompt:
+    """Read one prompt from standard input. Unless it is taken raw, the newline at its end is not part of it.
+
+    Raises:
+        UserError: as `from_text`.
+    """
+    where = "standard input"
+    text = _utf8(stream.read(), where)
+    return from_text(text if raw else text.removesuffix("\n").removesuffix("\r"), where)
+
+
+def from_file(name: str) -> list[Prompt]:
+    """Read a JSONL file, a prompt a row; blank lines are skipped, and keys that are no form of prompt ignored.
+
+    Raises:
+        UserError: a file that cannot be read or has no rows, or a row that is not right, named by its line.
+    """
+    try:
+        content = Path(name).read_bytes()
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror}); a JSONL file of prompts is right") from error
+    lines = _utf8(content.removeprefix(b"\xef\xbb\xbf"), name).split("\n")
+    prompts = [_row(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    check(bool(prompts), f"{name}: empty; a row {ROW} for each prompt is right")
+    return prompts
+
+
+def encode(prompt: Prompt, tokenizer: Any, *, raw: bool = False, thinking: bool = False) -> list[int]:
+    """Return a prompt's token ids.
+
+    Args:
+        prompt: what was given; ids are returned as they are, and need no tokenizer.
+        tokenizer: a transformers tokenizer.
+        raw: tokenize text as it is, with the special tokens that the tokenizer itself adds; no chat template.
+        thinking: what the chat template is told of it; templates without such a switch do not look.
+
+    Raises:
+        UserError: no chat template, one that refuses the messages, or messages taken raw.
+    """
+    if prompt.ids is not None:
+        return prompt.ids
+    if not raw:
+        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+        return _render(messages, tokenizer, thinking, prompt.where)
+    if prompt.text is None:
+        raise UserError(f"{prompt.where}: messages need the chat template; leave out --raw, or give text")
+    ids: list[int] = tokenizer(prompt.text)["input_ids"]
+    return ids
+
+
+def has_thinking_switch(tokenizer: Any) -> bool:
+    """Say whether the chat template looks at what it is told of thinking."""
+    return "enable_thinking" in str(tokenizer.chat_template)
+
+
+def _render(messages: list[dict[str, Any]], tokenizer: Any, thinking: bool, where: str) -> list[int]:
+    from jinja2 import TemplateError
+
+    check(
+        bool(tokenizer.chat_template),
+        f"{where}: the checkpoint's tokenizer has no chat template; --raw takes text as it is",
+    )
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: the chat template cannot render it ({error})") from error
+    return ids
+
+
+def _utf8(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not valid UTF-8 text (byte {error.start + 1})") from error
+
+
+def _row(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({error}); a row {ROW} is right") from error
+    check(isinstance(row, dict), f"{where}: a JSON {type(row).__name__}; a row {ROW} is right")
+    forms = [form for form in FORMS if form in row]
+    check(len(forms) == 1, f"{where}: {' and '.join(forms) or 'no prompt'}; one of {', '.join(FORMS)} is right")
+    form, value = forms[0], row[forms[0]]
+    if form == "prompt":
+        check(isinstance(value, str), f"{where}: prompt is {_kind(value)}; a text is right")
+        return from_text(value, where)
+    if form == "messages":
+        return Prompt(where, messages=_messages(value, where))
+    check(
+        isinstance(value, list) and bool(value) and all(type(i) is int for i in value),
+        f"{where}: prompt_ids is {_kind(value)}; a list of token ids, one or more, is right",
+    )
+    return Prompt(where, ids=value)
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    check(
+        isinstance(value, list) and bool(value),
+        f'{where}: messages is {_kind(value)}; a list of {{"role": …, "content": …}}, one or more, is right',
+    )
+    for i, message in enumerate(value):
+        name = f"{where}: messages[{i}]"
+        check(isinstance(message, dict), f'{name} is {_kind(message)}; {{"role": …, "content": …}} is right')
+        role, content = message.get("role"), message.get("content")
+        # Some templates pass over roles that they do not know, without a word.
+        check(role in ROLES, f"{name}: role {role!r}; {', '.join(ROLES)} are known")
+        calls = role == "assistant" and bool(message.get("tool_calls"))
+        check(isinstance(content, str) or calls, f"{name}: content is {_kind(content)}; a text is right")
+    check(value[-1]["role"] != "assistant", f"{where}: the last message is an answer; one to be answered is right")
+    return value
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing or null"
+    return (
+        f"an empty {type(value).__name__}" if value in ([], {}, "") else f"the {type(value).__name__} {str(value)[:40]}"
+    )
