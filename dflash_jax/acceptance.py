@@ -34,7 +34,7 @@ def emission(
     """
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     kept = jnp.minimum(count, room)[:, None]
-    is_stop = (tokens[:, :, None] == stops[:, None, :]).any(axis=-1) & (slots < kept)
+    is_stop = (tokens[:, :, None] == stops[:, None, :]).any(axis=-1) & (slots[None] < kept)
     stopped = is_stop.any(axis=1)
     until_stop = jnp.argmax(is_stop, axis=1).astype(jnp.int32) + 1
     count = jnp.where(stopped, until_stop, kept[:, 0])

@@ -38,8 +38,8 @@ def write(
     """Put t rows at positions start…start+t-1 of each row.
 
     The caller keeps room for them and one more: `dynamic_update_slice` moves a write that would cross the end back over
-    committed rows. The row after a single one is garbage: XLA's CPU backend copies the whole buffer to update one row of
-    it in a loop, and updates two in place.
+    committed rows. The row after a single one is garbage: XLA's CPU backend copies the whole buffer to update one row
+    in a loop, and updates two in place.
     """
 
     def put(buffer: Array, rows: Array, first: Array) -> Array:

@@ -1,13 +1,13 @@
 """Choosing tokens from the target's logits: greedy, or by temperature, top-k and top-p (law 7)."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
 
 
-@struct.dataclass
-class Policy:
+class Policy(NamedTuple):
     """How each row chooses. Temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
 
     temperature: Float[Array, "b"]

@@ -7,12 +7,11 @@ request may choose is traced, so nothing compiles twice (law 14).
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import masks
@@ -42,16 +41,14 @@ class Models:
         return self.draft.target_layer_ids if self.draft else ()
 
 
-@struct.dataclass
-class Weights:
+class Weights(NamedTuple):
     """Parameters of both models; the draft's are empty where there is none."""
 
     target: Params
     draft: Params
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(NamedTuple):
     """All that decoding knows of its rows.
 
     `lengths` is the one truth (law 9): positions before it are committed in every buffer. The token at `lengths` is the
@@ -71,8 +68,7 @@ class DecodeState:
     finish: Int[Array, "b"]
 
 
-@struct.dataclass
-class Request:
+class Request(NamedTuple):
     """What was asked of one row: where its answer must end, its stop tokens, how it chooses (a policy of one row)."""
 
     prompt_length: Int[Array, ""]
@@ -84,7 +80,7 @@ class Request:
 def empty_state(models: Models, batch: int, rows: int, dtype: jnp.dtype) -> DecodeState:
     """Return a state of idle rows, with buffers of `rows` positions."""
 
-    def fill(value: float, dtype: Any, *shape: int) -> Array:
+    def fill(value: int | float, dtype: Any, *shape: int) -> Array:
         return jnp.full((batch, *shape), value, dtype)
 
     return DecodeState(
@@ -136,7 +132,7 @@ def prefill(
         (target, draft),
     )
     final = jax.lax.dynamic_slice_in_dim(hidden, end - start, 1, axis=1)
-    return dataclasses.replace(state, target=both[0], draft=both[1]), final
+    return state._replace(target=both[0], draft=both[1]), final
 
 
 @functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
@@ -157,8 +153,7 @@ def admit(
     def put(buffer: Array, value: Array) -> Array:
         return jax.lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
 
-    return dataclasses.replace(
-        state,
+    return state._replace(
         tokens=state.tokens.at[row, request.prompt_length].set(token[0, 0]),
         drafted=state.drafted.at[row, request.prompt_length].set(False),
         lengths=put(state.lengths, request.prompt_length),
@@ -195,12 +190,12 @@ def decode_block(models: Models, weights: Weights, state: DecodeState) -> Decode
     draft = _extend(models, weights, features, state.draft, state.lengths)
     judged = masks.positions(state.lengths, models.block_size) + 1
     chosen = choose(_logits(models, weights, hidden), judged, state.policy)
-    return commit(dataclasses.replace(state, target=target, draft=draft), chosen, accepted(chosen, drafts))
+    return commit(state._replace(target=target, draft=draft), chosen, accepted(chosen, drafts))
 
 
 def propose(
     models: Models, weights: Weights, anchors: Int[Array, "b 1"], cache: Cache, start: Int[Array, "b"]
-) -> Int[Array, "b t-1"]:
+) -> Int[Array, "b {models.block_size-1}"]:
     """Draft a block in one pass: the anchor, then masks; slots 1 and up propose their argmax (law 4)."""
     config = models.draft
     if config is None:
@@ -228,10 +223,9 @@ def commit(state: DecodeState, chosen: Int[Array, "b t"], count: Int[Array, "b"]
         rows = jax.vmap(jax.lax.dynamic_update_slice)(buffer, values.astype(buffer.dtype), at[:, None])
         return jnp.where(running[:, None], rows, buffer)
 
-    return dataclasses.replace(
-        state,
+    return state._replace(
         tokens=put(state.tokens, chosen, state.lengths + 1),
-        drafted=put(state.drafted, slots < count[:, None], state.lengths + 1),
+        drafted=put(state.drafted, slots[None] < count[:, None], state.lengths + 1),
         lengths=lengths,
         emitted=put(state.emitted, emitted.length[:, None], state.blocks),
         blocks=state.blocks + running,

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +131,7 @@ class Engine:
         max_length: int = 2048,
         batch_size: int = 1,
         block_size: int | None = None,
-    ) -> Self:
+    ) -> "Engine":
         """Load a target, and a draft where one is named, from any checkpoint that `convert` reads.
 
         Raises:
@@ -160,11 +159,26 @@ class Engine:
             UserError: a prompt that is empty, too long for its answer, or not of this vocabulary; it is named by index.
         """
         for i, prompt in enumerate(prompts):
-            self._check_prompt(prompt, sampling, f"prompt {i}")
+            self.check_prompt(prompt, sampling, f"prompt {i}")
         done: dict[int, Generation] = {}
         for index, generation in self._serve(prompts, sampling, speculate, BLOCKS_A_LOOK):
             done[index] = generation
         return [done[i] for i in range(len(prompts))]
+
+    def serve(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, speculate: bool = True, *, live: bool = False
+    ) -> Iterator[tuple[int, Generation]]:
+        """Answer every prompt, yielding (index, answer so far) at every look at the device.
+
+        An answer's last one has a finish reason. Answers of a batch mix; those beyond the batch wait for a row.
+        `live` looks every few blocks, for someone who reads along.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        for i, prompt in enumerate(prompts):
+            self.check_prompt(prompt, sampling, f"prompt {i}")
+        yield from self._serve(prompts, sampling, speculate, BLOCKS_A_LOOK_STREAMING if live else BLOCKS_A_LOOK)
 
     def follow(self, prompt: Sequence[int], sampling: SamplingConfig, speculate: bool = True) -> Iterator[Generation]:
         """Answer one prompt, yielding the answer so far every few blocks; the last one yielded is the whole.
@@ -172,7 +186,7 @@ class Engine:
         Raises:
             UserError: as `generate`.
         """
-        self._check_prompt(prompt, sampling, "prompt")
+        self.check_prompt(prompt, sampling, "prompt")
         for _, generation in self._serve([prompt], sampling, speculate, BLOCKS_A_LOOK_STREAMING):
             yield generation
 
@@ -186,6 +200,28 @@ class Engine:
         for generation in self.follow(prompt, sampling, speculate):
             yield generation.token_ids[told:]
             told = len(generation.token_ids)
+
+    def check_prompt(self, prompt: Sequence[int], sampling: SamplingConfig, name: str = "prompt") -> None:
+        """Refuse a prompt that is empty, too long for its answer, or not of this vocabulary.
+
+        Raises:
+            UserError: naming the prompt by `name`.
+        """
+        rows = self.config.vocab_size
+        check(len(prompt) > 0, f"{name}: empty; at least one token is needed")
+        for field, ids in ((name, prompt), ("stop_token_ids", sampling.stop_token_ids)):
+            for i in ids:
+                check(0 <= i < rows, f"{field}: token id {i} is outside the vocabulary; 0 to {rows - 1} are in it")
+        check(
+            len(self._stops(sampling)) <= decode.MAX_STOPS,
+            f"stop_token_ids: {len(self._stops(sampling))} with the checkpoint's own; at most {decode.MAX_STOPS} fit",
+        )
+        asked = len(prompt) + sampling.max_new_tokens
+        check(
+            asked <= self.max_length,
+            f"{name}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} make {asked}; "
+            f"max_length {self.max_length} is the limit (the target itself ends at {self.config.max_positions})",
+        )
 
     def warm_up(self, speculate: bool = True) -> None:
         """Compile the programs, if they are not compiled yet, so that answers are timed without it."""
@@ -288,23 +324,6 @@ class Engine:
 
     def _stops(self, sampling: SamplingConfig) -> list[int]:
         return sorted({*self.stop_token_ids, *sampling.stop_token_ids})
-
-    def _check_prompt(self, prompt: Sequence[int], sampling: SamplingConfig, name: str) -> None:
-        rows = self.config.vocab_size
-        check(len(prompt) > 0, f"{name}: empty; at least one token is needed")
-        for field, ids in ((name, prompt), ("stop_token_ids", sampling.stop_token_ids)):
-            strange = [i for i in ids if not 0 <= i < rows]
-            check(not strange, f"{field}: token id {strange[:1]} is outside the vocabulary; 0 to {rows - 1} are in it")
-        check(
-            len(self._stops(sampling)) <= decode.MAX_STOPS,
-            f"stop_token_ids: {len(self._stops(sampling))} with the checkpoint's own; at most {decode.MAX_STOPS} fit",
-        )
-        asked = len(prompt) + sampling.max_new_tokens
-        check(
-            asked <= self.max_length,
-            f"{name}: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} make {asked}; "
-            f"max_length {self.max_length} is the limit (the target itself ends at {self.config.max_positions})",
-        )
 
 
 def _device(value: npt.ArrayLike, dtype: type[np.generic]) -> jax.Array:

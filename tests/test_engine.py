@@ -1,0 +1,301 @@
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.errors import UserError
+from inference import decode
+from inference.engine import SamplingConfig
+from tests import tiny
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny.engine()
+
+
+@pytest.fixture(scope="module")
+def long_answer(engine):
+    return engine.generate([PROMPT], SamplingConfig(max_new_tokens=60), speculate=False)[0].token_ids
+
+
+def test_plain_decoding_is_the_target_run_anew_for_each_token(engine, long_answer):
+    assert long_answer == tiny.plain_greedy(engine._weights.target, PROMPT, 60)
+
+
+def test_speculation_changes_no_token(engine):
+    prompts, sampling = tiny.prompts(60), SamplingConfig(max_new_tokens=30)
+    drafted = engine.generate(prompts, sampling)
+    plain = engine.generate(prompts, sampling, speculate=False)
+    assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
+    sizes = {size for g in drafted for size in g.emitted_per_block}
+    assert {1, 2, 3} <= sizes  # the drafts were right and wrong in several ways
+    for g in drafted:
+        assert sum(g.emitted_per_block) == len(g.token_ids) - 1
+    for g in plain:
+        assert g.emitted_per_block == [1] * 29
+        assert not any(g.drafted)
+
+
+def test_speculation_changes_no_token_of_a_thousand_answers_in_float64(float64):
+    engine: Any = tiny.engine(dtype=jnp.float64)
+    prompts, sampling = tiny.prompts(1000), SamplingConfig(max_new_tokens=30)
+    drafted = engine.generate(prompts, sampling)
+    plain = engine.generate(prompts, sampling, speculate=False)
+    assert engine._state.target[0].keys.dtype == jnp.float64
+    assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
+
+
+def test_speculation_changes_no_sampled_token(engine):
+    # The same random numbers judge the same positions, so even the samples are equal.
+    prompts = tiny.prompts(20)
+    for sampling in (
+        SamplingConfig(30, temperature=1.0, seed=3),
+        SamplingConfig(30, temperature=0.7, top_k=4, top_p=0.8),
+    ):
+        drafted = engine.generate(prompts, sampling)
+        plain = engine.generate(prompts, sampling, speculate=False)
+        assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
+
+
+@pytest.mark.parametrize("block_size", [2, 5, 16])
+def test_the_block_size_changes_no_token(long_answer, block_size):
+    answer = tiny.engine(block_size=block_size).generate([PROMPT], SamplingConfig(max_new_tokens=60))[0]
+    assert answer.token_ids == long_answer
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_the_cap_is_met_exactly(engine, long_answer, speculate):
+    for cap in range(1, 34):
+        answer = engine.generate([PROMPT], SamplingConfig(max_new_tokens=cap), speculate)[0]
+        assert answer.token_ids == long_answer[:cap]
+        assert answer.finish_reason == "length"
+        assert sum(answer.emitted_per_block) == cap - 1
+
+
+def test_the_cap_is_met_exactly_at_the_end_of_the_buffers(engine):
+    # Whatever is written past the last position must not slide back over committed rows (law 9).
+    roomy = tiny.engine(max_length=256)
+    text = tiny.prompts(1, seed=7)[0] * 128
+    for cap in range(1, 34):
+        prompt, sampling = text[: engine.max_length - cap], SamplingConfig(max_new_tokens=cap)
+        expected = roomy.generate([prompt], sampling, speculate=False)[0].token_ids
+        assert engine.generate([prompt], sampling)[0].token_ids == expected
+
+
+def test_writing_past_the_end_of_an_answer_leaves_the_prompt_in_the_caches(engine):
+    prompt = (tiny.prompts(1, seed=5)[0] * 128)[: engine.max_length - 9]
+
+    def prompt_rows(cap):
+        engine.generate([prompt], SamplingConfig(max_new_tokens=cap))
+        leaves = jax.tree.leaves((engine._state.target, engine._state.draft))
+        return [np.array(leaf[:, :, : len(prompt)]) for leaf in leaves]
+
+    for before, after in zip(prompt_rows(1), prompt_rows(9), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_stop_in_each_slot_of_a_block_ends_there(engine):
+    # Every prompt's answer is cut at the first time each token of the vocabulary appears in it.
+    wanted = {"first", (0, "target"), (0, "draft"), (1, "draft"), (1, "target"), (2, "target")}
+    seen: set[Any] = set()
+    for prompt in tiny.prompts(200, seed=1):
+        if wanted <= seen:
+            break
+        whole = engine.generate([prompt], SamplingConfig(max_new_tokens=40))[0]
+        for stop in range(tiny.VOCABULARY):
+            answer = engine.generate([prompt], SamplingConfig(max_new_tokens=40, stop_token_ids=(stop,)))[0]
+            if stop not in whole.token_ids:
+                assert answer.token_ids == whole.token_ids
+                continue
+            at = whole.token_ids.index(stop)
+            assert answer.token_ids == whole.token_ids[: at + 1]
+            assert answer.finish_reason == "stop"
+            seen.add(slot(whole.emitted_per_block, at))
+    assert wanted <= seen
+
+
+def slot(blocks, at):
+    """Where token `at` of an answer was emitted: its slot in its block, and whether draft or target said it."""
+    if at == 0:
+        return "first"
+    start = 1
+    for size in blocks:
+        if at < start + size:
+            return at - start, "target" if at == start + size - 1 else "draft"
+        start += size
+    raise AssertionError
+
+
+def test_a_stop_wins_over_the_cap(engine, long_answer):
+    at = long_answer.index(long_answer[5])
+    sampling = SamplingConfig(max_new_tokens=at + 1, stop_token_ids=(long_answer[5],))
+    assert engine.generate([PROMPT], sampling)[0].finish_reason == "stop"
+
+
+def test_a_stop_as_the_first_token_ends_the_answer_without_a_block(engine, long_answer):
+    answer = engine.generate([PROMPT], SamplingConfig(stop_token_ids=(long_answer[0],), max_new_tokens=9))[0]
+    assert (answer.token_ids, answer.emitted_per_block, answer.finish_reason) == ([long_answer[0]], [], "stop")
+    assert answer.acceptance_length is None
+    assert answer.tokens_per_second is None
+
+
+def test_the_checkpoints_stops_and_the_users_are_all_stops(long_answer):
+    engine = tiny.engine(stop_token_ids=(long_answer[9],))
+    first = min(long_answer.index(long_answer[9]), long_answer.index(long_answer[4]))
+    answer = engine.generate([PROMPT], SamplingConfig(max_new_tokens=60, stop_token_ids=(long_answer[4],)))[0]
+    assert answer.token_ids == long_answer[: first + 1]
+
+
+def test_the_mask_token_means_nothing_in_an_answer(engine):
+    answers = engine.generate(tiny.prompts(60), SamplingConfig(max_new_tokens=30))
+    assert any(tiny.MASK in g.token_ids[:-1] for g in answers)
+
+
+def test_nothing_is_kept_between_requests(engine):
+    long, short = tiny.prompts(2, seed=9, longest=80)
+    sampling = SamplingConfig(max_new_tokens=40)
+    first = engine.generate([long], sampling)[0].token_ids
+    engine.generate([short], SamplingConfig(max_new_tokens=3))
+    assert engine.generate([long], sampling)[0].token_ids == first
+
+
+def test_an_abandoned_stream_leaves_nothing_behind(engine, long_answer):
+    stream = engine.stream(PROMPT, SamplingConfig(max_new_tokens=60))
+    next(stream)
+    stream.close()
+    assert engine.generate([PROMPT], SamplingConfig(max_new_tokens=60))[0].token_ids == long_answer
+
+
+def test_a_stream_is_the_answer_in_pieces(engine, long_answer):
+    pieces = list(engine.stream(PROMPT, SamplingConfig(max_new_tokens=60)))
+    assert list(itertools.chain(*pieces)) == long_answer
+    assert len(pieces) > 5
+
+
+def test_accepted_drafts_are_told_apart(engine):
+    answer = engine.generate([PROMPT], SamplingConfig(max_new_tokens=60))[0]
+    expected = [False]
+    for size in answer.emitted_per_block[:-1]:
+        expected += [True] * (size - 1) + [False]
+    assert answer.drafted[: len(expected)] == expected
+
+
+def test_rows_of_a_batch_answer_as_they_do_alone(engine):
+    prompts = [tiny.prompts(1, seed=n, longest=n)[0] for n in (3, 17, 40, 64, 5, 30)]
+    together = tiny.engine(batch_size=4)
+    for sampling in (SamplingConfig(max_new_tokens=20), SamplingConfig(20, temperature=1.0, top_k=5)):
+        alone = engine.generate(prompts, sampling)
+        answers = together.generate(prompts, sampling)
+        assert [g.token_ids for g in answers] == [g.token_ids for g in alone]
+        assert [g.emitted_per_block for g in answers] == [g.emitted_per_block for g in alone]
+
+
+def test_nothing_compiles_after_the_warm_up():
+    engine = tiny.engine()
+    for speculate in (True, False):
+        engine.warm_up(speculate)
+    compiled = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for i, length in enumerate(range(1, 100, 5)):
+            prompt = tiny.prompts(1, seed=i)[0] * 99
+            sampling = SamplingConfig(
+                max_new_tokens=(5, 9, 20)[i % 3],
+                temperature=float(i % 2),
+                seed=i % 2,
+                top_k=i % 4,
+                stop_token_ids=(i % 5,),
+            )
+            for speculate in (True, False):
+                engine.generate([prompt[:length]], sampling, speculate)
+                list(engine.stream(prompt[:length], sampling, speculate))
+        assert compiled == []
+        jax.jit(lambda x: x + len(compiled))(jnp.ones(3))  # the listener does hear
+        assert compiled
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: 0"),
+        ({"max_new_tokens": -3}, "max_new_tokens: -3"),
+        ({"temperature": -0.5}, "temperature: -0.5"),
+        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"temperature": float("inf")}, "temperature: inf"),
+        ({"top_p": 0.0}, "top_p: 0.0"),
+        ({"top_p": 1.5}, "top_p: 1.5"),
+        ({"top_k": -1}, "top_k: -1"),
+        ({"seed": -1}, "seed: -1"),
+        ({"seed": 2**32}, "seed: 4294967296"),
+    ],
+)
+def test_absurd_numbers_are_refused_by_name(options, named):
+    with pytest.raises(UserError, match=named):
+        SamplingConfig(**options)
+
+
+def test_prompts_that_cannot_be_answered_are_refused_by_index(engine):
+    sampling = SamplingConfig(max_new_tokens=20)
+    cases = {
+        "prompt 1: empty": [],
+        "prompt 1: token id 11 is outside": [0, 11],
+        "prompt 1: token id -1 is outside": [-1],
+        "prompt 1: 109 tokens and max_new_tokens 20 make 129": [0] * 109,
+    }
+    for message, prompt in cases.items():
+        with pytest.raises(UserError, match=message):
+            engine.generate([[1], prompt], sampling)
+    assert len(engine.generate([[0] * 108], sampling)[0].token_ids) == 20
+    with pytest.raises(UserError, match="stop_token_ids: token id 11 is outside"):
+        engine.generate([[1]], SamplingConfig(stop_token_ids=(11,)))
+
+
+def test_too_many_stops_are_refused():
+    target = tiny.TARGET.__class__(**(vars(tiny.TARGET) | {"vocab_size": 64}))
+    engine = tiny.engine(target, None)
+    with pytest.raises(UserError, match="stop_token_ids: 33 with the checkpoint's own; at most 32"):
+        engine.generate([[1]], SamplingConfig(max_new_tokens=2, stop_token_ids=tuple(range(33))))
+
+
+def test_sizes_that_make_no_sense_are_refused():
+    for options, message in (
+        ({"block_size": 1}, "block_size: 1"),
+        ({"max_length": 1}, "max_length: 1"),
+        ({"batch_size": 0}, "batch_size: 0"),
+        ({"draft": None, "block_size": 4}, "block_size: 4 needs a draft"),
+    ):
+        with pytest.raises(UserError, match=message):
+            tiny.engine(**options)
+
+
+def test_the_target_ends_where_its_positions_do():
+    assert tiny.engine(max_length=4096).max_length == 512
+
+
+def test_without_a_draft_a_block_is_one_token(long_answer):
+    engine: Any = tiny.engine(draft=None)
+    answer = engine.generate([PROMPT], SamplingConfig(max_new_tokens=60))[0]
+    assert answer.token_ids == long_answer
+    assert engine.block_size == 1
+    assert engine._state.draft == ()
+
+
+def test_buffers_have_room_for_a_block_and_a_chunk_past_the_cap():
+    engine = tiny.engine(max_length=100, block_size=90)
+    assert engine._empty_state().tokens.shape == (1, 190)
+    engine = tiny.engine(max_length=100)
+    assert engine._empty_state().target[0].keys.shape[2] == 100 + engine._chunk
+    assert decode.MAX_STOPS == 32

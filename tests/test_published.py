@@ -1,0 +1,105 @@
+"""The demo pair on GSM8K, against transformers and against the published reference: minutes to an hour."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from convert import load_tokenizer
+from inference.demo import DEMO_DRAFT, find_demo_target
+from inference.engine import Engine, Generation, SamplingConfig
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
+NEW_TOKENS = 128
+TIE = 1e-4  # float32 rounds one-row and B-row products differently (law 7)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not GSM8K.exists(), reason=f"needs the prompts of {GSM8K.name}, which lie beside the project"),
+]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(str(find_demo_target()))
+    questions = [json.loads(line)["question"] for line in GSM8K.read_text().splitlines()[:200]]
+    chats: list[list[dict[str, str]]] = [[{"role": "user", "content": question}] for question in questions]
+    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(str(find_demo_target()), str(DEMO_DRAFT))
+
+
+@pytest.fixture(scope="module")
+def torch_target() -> Any:
+    """The same file read by transformers' own reader."""
+    path = find_demo_target()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+def test_two_hundred_answers_are_the_targets_own(engine, torch_target, prompts):
+    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
+    ties = []
+    for i, prompt in enumerate(prompts):
+        drafted = engine.generate([prompt], sampling)[0].token_ids
+        plain = engine.generate([prompt], sampling, speculate=False)[0].token_ids
+        theirs = transformers_greedy(torch_target, prompt, engine.stop_token_ids)
+        for name, other in (("plain decoding", plain), ("transformers", theirs)):
+            if other != drafted:
+                ties.append((i, name, *first_difference(torch_target, prompt, drafted, other)))
+                print("tie:", *ties[-1])
+    assert all(margin < TIE for *_, margin in ties), ties
+    assert len(ties) <= len(prompts) * NEW_TOKENS / 1000
+
+
+def test_blocks_are_the_published_references(engine, torch_target, prompts):
+    reference = pytest.importorskip("dflash.model", reason="needs the published reference, PyPI's `dflash`")
+    draft = reference.DFlashDraftModel.from_pretrained(DEMO_DRAFT, dtype=torch.float32, attn_implementation="sdpa")
+    stops = list(engine.stop_token_ids)
+    for prompt in prompts[:30]:
+        ours = engine.generate([prompt], SamplingConfig(max_new_tokens=NEW_TOKENS))[0]
+        theirs = reference.dflash_generate(
+            draft.eval(), torch_target, torch.tensor([prompt]), NEW_TOKENS, stops, block_size=8, return_stats=True
+        )
+        assert ours.token_ids == theirs.output_ids[0, len(prompt) :].tolist()
+        compare_blocks(ours, theirs.acceptance_lengths)
+
+
+def compare_blocks(ours: Generation, theirs: list[int]) -> None:
+    """Blocks are equal but for those that start less than a block before the cap, which the reference shortens."""
+    start = 1
+    for i, size in enumerate(ours.emitted_per_block):
+        if start + 8 > NEW_TOKENS:
+            break
+        assert size == theirs[i], (i, ours.emitted_per_block, theirs)
+        start += size
+
+
+def transformers_greedy(model: Any, prompt: list[int], stops: tuple[int, ...]) -> list[int]:
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=list(stops),
+            pad_token_id=stops[0],
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def first_difference(model: Any, prompt: list[int], one: list[int], other: list[int]) -> tuple[int, float]:
+    """Where two answers part, and by how much the target prefers its first choice there."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    with torch.inference_mode():
+        top = model(torch.tensor([prompt + one[:at]])).logits[0, -1].topk(2).values
+    return at, float(top[0] - top[1])
