@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import itertools
+import json
 import logging
 import os
 import shutil
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from convert import names, weights
 from convert.files import about, read_json, write_json
 from convert.huggingface import HuggingFaceSource
-from convert.trees import flatten, nest
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError, check
 from dflash_jax.parameters import Params
 
 MANIFEST, PARAMS = "manifest.json", "params"
+ARRAY_HEADER = "/.zarray"
 FORMAT_VERSION = 1
 
 
@@ -36,8 +36,7 @@ class FlaxSource(HuggingFaceSource):
             (path / MANIFEST).is_file(),
             f"{path}: has {PARAMS}/ but no {MANIFEST}, so it was never finished; converting again is right",
         )
-        self.manifest = read_json(path / MANIFEST)
-        version = self.manifest.get("format_version")
+        version = read_json(path / MANIFEST).get("format_version")
         check(
             version == FORMAT_VERSION,
             f"{path / MANIFEST}: format_version {version!r} is not supported; {FORMAT_VERSION} is",
@@ -46,41 +45,43 @@ class FlaxSource(HuggingFaceSource):
         super().__init__(path)
 
     @functools.cached_property
-    def stored(self) -> dict[str, Any]:
-        """Orbax's record of each parameter, with its shape and dtype, by path."""
-        with _readable(self.path / PARAMS), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.metadata(self.path.absolute() / PARAMS).item_metadata.tree
-            return flatten(tree, is_leaf=lambda node: hasattr(node, "shape"))
+    def stored(self) -> dict[str, tuple[names.Shape, np.dtype]]:
+        """Every parameter's shape and dtype, by path."""
+        with _readable(self.path / PARAMS):
+            store = tensorstore.KvStore.open(self._store()).result()
+            keys = [key.decode() for key in store.list().result()]
+            heads = {key: json.loads(store[key]) for key in keys if key.endswith(ARRAY_HEADER)}
+            return {
+                key.removesuffix(ARRAY_HEADER).replace(".", "/"): (tuple(head["shape"]), np.dtype(head["dtype"]))
+                for key, head in heads.items()
+            }
 
     def check(self, config: TargetConfig | DraftConfig) -> None:
         """Refuse parameters that are not those of the config."""
+        found = {path: shape for path, (shape, _) in self.stored.items()}
         with about(self.path / PARAMS):
-            found = {path: tuple(record.shape) for path, record in self.stored.items()}
             names.check_shapes(found, names.expected(config, "flax"))
 
     def dtypes(self) -> list[str]:
         """Return the dtypes that are stored, by name."""
-        return sorted({np.dtype(record.dtype).name for record in self.stored.values()})
+        return sorted({dtype.name for _, dtype in self.stored.values()})
 
     def arrays(self, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> weights.Arrays:
-        """Yield every parameter, read and cast a layer at a time."""
-        paths = names.expected(config, "flax")
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            for _, group in itertools.groupby(paths, key=lambda path: path.split("/")[0]):
-                wanted = {}
-                for path in group:
-                    kind = weights.loaded_dtype(dtype, np.dtype(self.stored[path].dtype), f"{self.path}: {path}")
-                    wanted[path] = ocp.RestoreArgs(restore_type=np.ndarray, dtype=kind)
-                tree = nest(wanted.items())
-                with _readable(self.path / PARAMS):
-                    restored = checkpointer.restore(
-                        self.path.absolute() / PARAMS,
-                        args=ocp.args.PyTreeRestore(
-                            item=jax.tree.map(lambda _: 0, tree), restore_args=tree, partial_restore=True
-                        ),
-                    )
-                yield from flatten(restored).items()
-                del restored
+        """Yield every parameter, one at a time."""
+        for path, tensor in names.expected(config, "flax").items():
+            kind = weights.loaded_dtype(dtype, self.stored[path][1], f"{self.path}: {path}")
+            array = self._read(path)
+            yield path, array if kind == array.dtype else weights.assemble([array], tensor, kind)
+
+    def _read(self, path: str) -> np.ndarray:
+        with _readable(self.path / PARAMS):
+            kvstore = self._store() | {"path": f"{path.replace('/', '.')}/"}
+            return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result().read().result()
+
+    def _store(self) -> dict[str, Any]:
+        # Orbax would read the whole tree at once, or a part of it at the price of its records of everything; what it
+        # writes is arrays of a documented format in a store of another, and both are tensorstore's.
+        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path.absolute() / PARAMS}/"}}
 
     def files(self) -> list[Path]:
         """Return every file of the checkpoint."""
@@ -127,11 +128,8 @@ def write(directory: Path, params: Params, hf_config: dict[str, Any], manifest: 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
     try:
-        with _quiet():
-            yield
-    except UserError:
-        raise
-    except Exception as error:  # orbax and tensorstore raise whatever their backends do
+        yield
+    except Exception as error:  # tensorstore raises what its drivers do
         raise UserError(f"{path}: not readable as orbax parameters ({error}); converting again is right") from error
 
 

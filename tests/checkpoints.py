@@ -144,7 +144,7 @@ def write_gguf(
     writer.add_rope_freq_base(hf["rope_parameters"]["rope_theta"])
     writer.add_key_length(config.head_dim)
     for key, value in metadata.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}[type(value)]
         add(key.replace("__", "."), value)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors)

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from convert import gguf_tokenizer
 from dflash_jax.errors import UserError
 from tests.checkpoints import LETTERS, demo_file, refusal, write_draft, write_tokenizer
 
-QWEN3 = Path(__file__).parents[2] / "shared/tokenizers/qwen3"
+QWEN3 = Path(os.environ.get("QWEN3_TOKENIZER", Path(__file__).parents[2] / "shared/tokenizers/qwen3"))
 TEXTS = [
     "Hello, world!",
     "It's 12345 o'clock; WE'LL see. 3.14159 and 1,000,000",

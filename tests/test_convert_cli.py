@@ -1,0 +1,149 @@
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from convert import progress
+from convert.__main__ import main
+from dflash_jax.errors import UserError
+from tests.checkpoints import write_draft, write_gguf, write_target, write_tokenizer
+
+
+def run(*arguments: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    start = ["-c", code] if code else ["-m", "convert"]
+    return subprocess.run(
+        [sys.executable, *start, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    write_target(tmp_path / "target", "qwen3-tied")
+    write_tokenizer(tmp_path / "target")
+    (tmp_path / "target/generation_config.json").write_text('{"eos_token_id": [9, 8]}')
+    return tmp_path / "target"
+
+
+def test_converting_and_inspecting_from_the_shell(target, tmp_path):
+    converted = run("to-flax", target, tmp_path / "made", "--dtype", "bfloat16")
+    assert converted.returncode == 0, converted.stderr
+    assert converted.stdout == f"{tmp_path}/made: target, 17,532 parameters, bfloat16\n"
+    assert converted.stderr == f"reading {target}\nhashing {target}\n"
+    described = run("inspect", tmp_path / "made", "--json")
+    assert described.returncode == 0
+    assert described.stderr == ""
+    described = json.loads(described.stdout)
+    assert described.pop("bytes") > 17_532 * 2
+    assert described == {
+        "path": f"{tmp_path}/made",
+        "format": "Flax checkpoint",
+        "kind": "target",
+        "architecture": "Qwen3ForCausalLM",
+        "tie_word_embeddings": True,
+        "stop_token_ids": [9, 8],
+        "parameters": 17_532,
+        "dtypes": ["bfloat16"],
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 10,
+        "max_positions": 128,
+        "chat_template": True,
+    }
+
+
+def test_faults_are_one_line_and_status_2(tmp_path):
+    failed = run("to-flax", tmp_path / "none", tmp_path / "made")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == f"error: {tmp_path}/none: no such file or directory, and not a hub id (owner/name)\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments_are_one_line_and_status_2():
+    failed = run("to-flax", "a")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith("error: the following arguments are required: DST; ")
+    assert failed.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["inspect", "a", "b"], "unrecognized arguments: b"),
+        (["inspect", "a", "--js"], "unrecognized arguments: --js"),
+        (["to-flax", "a", "b", "--dtype"], "argument --dtype: expected one argument"),
+        (["to-flax", "a", "no-such-directory-here/b", "--dtype", "int4"], "--dtype int4: not supported; keep, float32"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments, message):
+    with pytest.raises(UserError) as caught:
+        main(arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("command", [[], ["to-flax"], ["inspect"]])
+def test_help_shows_an_example(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    assert "example:\n  python -m convert to-flax Qwen/Qwen3-4B" in capsys.readouterr().out
+
+
+def test_inspecting_a_draft_prints_what_pairs_it(tmp_path, capsys):
+    main(["inspect", str(write_draft(tmp_path))])
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["kind"] == "draft"
+    assert lines["target_layer_ids"] == "1, 2"
+    assert lines["block_size"] == "4"
+    assert lines["mask_token_id"] == "60"
+    assert lines["dtypes"] == "float32"
+    assert lines["chat_template"] == "no"
+
+
+def test_inspecting_a_gguf_file_names_its_types(tmp_path, capsys):
+    write_gguf(tmp_path / "model.gguf", "llama", tokenizer__ggml__eos_token_id=7)
+    main(["inspect", str(tmp_path / "model.gguf"), "--json"])
+    described = json.loads(capsys.readouterr().out)
+    assert described["format"] == "GGUF file"
+    assert described["architecture"] == "LlamaForCausalLM"
+    assert described["dtypes"] == ["F32"]
+    assert described["stop_token_ids"] == [7]
+
+
+def test_inspecting_reads_no_weights(target, capsys):
+    file = target / "model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    file.write_bytes(whole[:header] + b"\xff" * (len(whole) - header))
+    main(["inspect", str(target)])
+    assert "parameters           17,532" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_and_an_interrupt_end_without_a_traceback():
+    many = "from convert.cli import run\nrun(lambda _: [print('x' * 100) for _ in range(100_000)])"
+    with subprocess.Popen([sys.executable, "-c", many], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 128 + signal.SIGPIPE
+    for number in (signal.SIGINT, signal.SIGTERM):
+        interrupted = run(code=f"import os; from convert.cli import run; run(lambda _: os.kill(os.getpid(), {number}))")
+        assert (interrupted.returncode, interrupted.stderr) == (128 + number, "")
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    seconds = iter(range(0, 100, 2))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    assert list(progress.show("abcdef", 6, "reading x")) == list("abcdef")
+    assert capsys.readouterr().err == "reading x\nreading x: 2 of 6\nreading x: 5 of 6\n"
