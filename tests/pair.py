@@ -40,9 +40,9 @@ def tokenizer(template: str | None = TEMPLATE) -> Any:
 
 
 ANSWER_IDS: list[int] = [*tokenizer().encode(ANSWER), STOP]
-# The draft's one proposal is the smiley's second byte: accepted once, as the first draft of a block.
-DRAFTED_AT = ANSWER_IDS.index(ANSWER_IDS[-5])
-EMITTED = [1] * (DRAFTED_AT - 1) + [2] + [1] * (len(ANSWER_IDS) - DRAFTED_AT - 2)
+# The draft's one proposal, "l": accepted as the first draft of one block, and nowhere else.
+DRAFTED_AT = 4
+EMITTED = [1, 1, 1, 2, 1, 1, 1, 1, 1, 1]  # after the first token
 
 
 def write_target(directory: Path, template: str | None = TEMPLATE) -> Path:

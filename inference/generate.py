@@ -1,0 +1,315 @@
+"""Answer prompts with a target, sped up by a draft: `python -m inference.generate --help`."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from convert import cli, load_draft, load_target, load_tokenizer, progress
+from dflash_jax.config import TargetConfig
+from dflash_jax.errors import UserError, check
+from inference import prompts
+from inference.demo import DEMO_DRAFT, find_demo_target
+from inference.display import LEGEND, AnswerWriter, has_colours, silence_libraries, summary, tell
+from inference.engine import Engine, Generation, SamplingConfig
+from inference.prompts import Prompt
+from inference.text import text_of
+
+EXAMPLE = """\
+example:
+  python -m inference.generate --ckpt Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --prompt "What is 17 * 23?"
+
+Without --ckpt, a small demo pair answers. Each row of --prompts is {"prompt": "…"}, {"messages": […]} or
+{"prompt_ids": […]}.
+"""
+# How the engine calls what the user gave as a flag.
+FLAGS = {
+    "max_new_tokens": "--max-new-tokens",
+    "temperature": "--temperature",
+    "top_p": "--top-p",
+    "top_k": "--top-k",
+    "seed": "--seed",
+    "stop_token_ids": "--stop",
+    "block_size": "--block-size",
+    "batch_size": "--batch-size",
+    "max_length": "--max-length",
+}
+DTYPES = ("float32", "bfloat16")
+FIELDS = re.compile(rf"\b({'|'.join(FLAGS)})\b")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Answer the prompts that the arguments name.
+
+    Raises:
+        UserError: whatever the user got wrong, in one line.
+    """
+    silence_libraries()
+    args = _parser().parse_args(argv)
+    sampling = _sampling(args)
+    asked = _read_prompts(args)
+    ckpt, draft = _checkpoints(args)
+    with _memory_named():
+        tokenizer = _tokenizer(args, ckpt, asked)
+        encoded = [prompts.encode(prompt, tokenizer, raw=args.raw, thinking=args.thinking) for prompt in asked]
+        engine = _engine(args, ckpt, draft)
+        for prompt, ids in zip(asked, encoded, strict=True):
+            with flags_named(prompt.where):
+                engine.check_prompt(ids, sampling, prompt.where)
+        tell("compiling")
+        engine.warm_up()
+        output: _Json | _Text = _Text(tokenizer, [prompt.where for prompt in asked], colours=draft is not None)
+        if args.json:
+            output = _Json(args, tokenizer, engine.block_size, [len(ids) for ids in encoded])
+        for index, generation in in_order(engine.serve(encoded, sampling, live=not args.json)):
+            output.show(index, generation)
+
+
+def in_order(answers: Iterable[tuple[int, Generation]]) -> Iterator[tuple[int, Generation]]:
+    """Hold back what comes of later answers until those before them are done."""
+    turn = 0
+    latest: dict[int, Generation] = {}
+    for index, generation in answers:
+        latest[index] = generation
+        if index != turn:
+            continue
+        while turn in latest:
+            generation = latest.pop(turn)  # noqa: PLW2901
+            yield turn, generation
+            if generation.finish_reason is None:
+                break
+            turn += 1
+
+
+@contextlib.contextmanager
+def flags_named(where: str = "") -> Iterator[None]:
+    """Let the engine's complaints name flags as the user typed them; `where` is left as it is.
+
+    Raises:
+        UserError: the same fault, renamed.
+    """
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        place = where if message.startswith(where) else ""
+        raise UserError(place + FIELDS.sub(lambda name: FLAGS[name[0]], message.removeprefix(place))) from error
+
+
+class _Text:
+    """Plain answers to standard output, and a line on each to standard error."""
+
+    def __init__(self, tokenizer: Any, names: list[str], *, colours: bool) -> None:
+        self._tokenizer = tokenizer
+        self._names = names
+        # A console that cannot show a character must not end the answer.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        self._colours = colours and has_colours(sys.stdout)
+        self._writer: AnswerWriter | None = None
+
+    def show(self, index: int, generation: Generation) -> None:
+        """Write what is new in the answer whose turn it is."""
+        if self._writer is None:
+            if self._colours and index == 0:
+                print(LEGEND)
+            if len(self._names) > 1:
+                tell(f"{self._names[index]}:")
+            self._writer = AnswerWriter(self._tokenizer, sys.stdout, colours=self._colours)
+        self._writer.show(generation)
+        if generation.finish_reason:
+            tell(summary(generation))
+            self._writer = None
+
+
+class _Json:
+    """One object a prompt, in a line, as soon as its turn comes."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any, block_size: int, prompt_lengths: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_lengths = prompt_lengths
+        self._settings = {"block_size": block_size} | {
+            name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "seed", "thinking", "dtype")
+        }
+
+    def show(self, index: int, generation: Generation) -> None:
+        """Write the answer once it is whole."""
+        if generation.finish_reason is None:
+            return
+        record = {
+            "text": None if self._tokenizer is None else text_of(generation, self._tokenizer),
+            "token_ids": generation.token_ids,
+            "prompt_tokens": self._prompt_lengths[index],
+            "new_tokens": len(generation.token_ids),
+            "finish_reason": generation.finish_reason,
+            "emitted_per_block": generation.emitted_per_block,
+            "acceptance_length": generation.acceptance_length,
+            "prefill_seconds": generation.prefill_seconds,
+            "decode_seconds": generation.decode_seconds,
+            "tokens_per_second": generation.tokens_per_second,
+        }
+        print(json.dumps(record | self._settings), flush=True)
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser(
+        prog="python -m inference.generate",
+        description="Answer prompts with a target model, sped up by a DFlash draft without changing the answers.",
+        epilog=EXAMPLE,
+    )
+    models = parser.add_argument_group("models (a Flax checkpoint, a Hugging Face directory or a hub id)")
+    models.add_argument("--ckpt", metavar="T", help="the target; may be a .gguf file, too (default: the demo's)")
+    models.add_argument("--draft", metavar="D", help="its draft (without one: one token a pass)")
+    models.add_argument("--block-size", type=_whole(2), metavar="B", help="tokens a block (default: the draft's)")
+    models.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default: %(default)s)")
+    models.add_argument("--batch-size", type=_whole(1), default=1, metavar="N", help="answers at a time (default: 1)")
+    models.add_argument(
+        "--max-length", type=_whole(2), default=2048, metavar="N", help="most tokens of a prompt and its answer (2048)"
+    )
+    source = parser.add_argument_group("prompts (one of the three)")
+    source.add_argument("--prompt", metavar="TEXT", help="a prompt")
+    source.add_argument("--prompts", metavar="FILE.jsonl", help="a prompt a row")
+    source.add_argument("stdin", nargs="?", metavar="-", help="read a prompt from standard input")
+    source.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
+    source.add_argument(
+        "--thinking", action=argparse.BooleanOptionalAction, default=False, help="let a model think first that can"
+    )
+    answer = parser.add_argument_group("answers")
+    answer.add_argument("--max-new-tokens", type=_whole(1), default=256, metavar="N", help="at most (default: 256)")
+    answer.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
+    answer.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P in all"
+    )
+    answer.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
+    answer.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    answer.add_argument(
+        "--stop", type=int, nargs="+", action="extend", default=[], metavar="TOKEN_ID", help="also ends an answer"
+    )
+    answer.add_argument("--json", action="store_true", help="write one JSON object a prompt")
+    return parser
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; a whole number of {least} or more is right")
+        return value
+
+    return number
+
+
+def _sampling(args: argparse.Namespace) -> SamplingConfig:
+    with flags_named():
+        return SamplingConfig(
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            seed=args.seed,
+            stop_token_ids=tuple(args.stop),
+        )
+
+
+def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    check(args.stdin in (None, "-"), f"{args.stdin}: a prompt goes after --prompt; - reads one from standard input")
+    given = [
+        name
+        for name, value in (("--prompt", args.prompt), ("--prompts", args.prompts), ("-", args.stdin))
+        if value is not None
+    ]
+    check(
+        len(given) == 1,
+        f"{' and '.join(given) or 'no prompt'}; one of --prompt TEXT, --prompts FILE.jsonl and - (standard input) "
+        "is right",
+    )
+    if args.prompts is not None:
+        return prompts.from_file(args.prompts)
+    if args.prompt is not None:
+        return [prompts.from_text(args.prompt, "--prompt")]
+    return [prompts.from_stream(sys.stdin.buffer, raw=args.raw)]
+
+
+def _checkpoints(args: argparse.Namespace) -> tuple[str, str | None]:
+    if args.ckpt is None:
+        return str(find_demo_target()), args.draft or str(DEMO_DRAFT)
+    check(
+        args.block_size is None or args.draft is not None,
+        "--block-size: it needs --draft; without one a block is one token",
+    )
+    return args.ckpt, args.draft
+
+
+def _tokenizer(args: argparse.Namespace, ckpt: str, asked: list[Prompt]) -> Any:
+    """Load the tokenizer, or return None where neither prompts nor answers need one and there is none."""
+    try:
+        tokenizer = load_tokenizer(ckpt)
+    except UserError as error:
+        if not args.json or any(prompt.ids is None for prompt in asked):
+            raise
+        tell(f"answers will have no text: {error}")
+        return None
+    if args.thinking and not prompts.has_thinking_switch(tokenizer):
+        tell("--thinking: the chat template has no such switch")
+    return tokenizer
+
+
+def _engine(args: argparse.Namespace, ckpt: str, draft: str | None) -> Engine:
+    size = args.block_size or 1
+    check(size <= args.max_length, f"--block-size: {size}; up to --max-length, {args.max_length}, is right")
+    target = load_target(ckpt, args.dtype, watch=progress.show)
+    _check_memory(args, target.config)
+    paired = load_draft(draft, args.dtype, watch=progress.show) if draft else None
+    sizes = {"max_length": args.max_length, "batch_size": args.batch_size, "block_size": args.block_size}
+    with flags_named():
+        return Engine(target, paired, **sizes)
+
+
+def _check_memory(args: argparse.Namespace, target: TargetConfig) -> None:
+    """Refuse, before asking the system for it, room for more tokens than memory can hold.
+
+    Raises:
+        UserError: the target's cache alone is larger than the memory.
+    """
+    tokens = args.batch_size * min(args.max_length, target.max_positions)
+    bytes_a_token = 2 * target.num_layers * target.num_kv_heads * target.head_dim * jnp.dtype(args.dtype).itemsize
+    needed, there = tokens * bytes_a_token, _memory()
+    check(
+        needed <= there,
+        f"--max-length, --batch-size: caches for {tokens} tokens take {needed / 2**30:.1f} GiB, and the memory is "
+        f"{there / 2**30:.1f} GiB; less of either is right",
+    )
+
+
+def _memory() -> int:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+@contextlib.contextmanager
+def _memory_named() -> Iterator[None]:
+    """Turn running out of memory into a line that names what to ask less of."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            "--max-length, --batch-size: they ask for more memory than there is; less of either, or --dtype bfloat16, "
+            "is right"
+        ) from error
+
+
+if __name__ == "__main__":
+    cli.run(main)
