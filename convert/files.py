@@ -43,7 +43,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     with about(file):
         try:
-            value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+            value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"not valid JSON ({error}); a JSON object is right") from error
         if not isinstance(value, dict):
@@ -62,7 +62,12 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object's dictionary, for `object_pairs_hook`.
+
+    Raises:
+        UserError: a key that is there more than once, of which `json` would keep the last.
+    """
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:

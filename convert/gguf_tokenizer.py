@@ -5,6 +5,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from convert.tokenizer_files import tokenizer_class
 from dflash_jax.errors import UserError, check
 
 MODEL = "tokenizer.ggml.model"
@@ -23,8 +24,6 @@ def build(metadata: Mapping[str, Any]) -> Any:
     Raises:
         UserError: no tokenizer, a kind or a way of splitting that is not supported, or one that contradicts itself.
     """
-    from transformers import PreTrainedTokenizerFast  # slow to import, and token ids alone need none
-
     model = metadata.get(MODEL)
     check(model is not None, f"no tokenizer in it (metadata {MODEL} is missing)")
     check(model == "gpt2", f"{MODEL} {model!r}{_aside(model)} is not supported; 'gpt2' (byte-level BPE) is")
@@ -49,7 +48,7 @@ def build(metadata: Mapping[str, Any]) -> Any:
         if (key := f"tokenizer.ggml.{theirs}_token_id") in metadata
     }
     tokenizer.post_processor = _ends(metadata, special, adds_bos=pre == "llama-bpe")
-    return PreTrainedTokenizerFast(
+    return tokenizer_class()(
         tokenizer_object=tokenizer,
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,

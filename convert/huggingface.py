@@ -5,7 +5,9 @@ Published DFlash drafts have the same form. Pickle files are never loaded, nor i
 
 import dataclasses
 import functools
+import json
 import shutil
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from convert import names, tokenizer_files, weights
-from convert.files import about, read_json
+from convert.files import about, read_json, unique
 from dflash_jax.config import DraftConfig, TargetConfig, token_ids
 from dflash_jax.errors import UserError, check
 
@@ -65,18 +67,19 @@ class HuggingFaceSource:
 
     def check(self, config: TargetConfig | DraftConfig) -> None:
         """Refuse tensors that are not those of the config, or of a dtype that is not supported."""
+        headers = self.headers
         with about(self.path):
-            pruned = [name for name in PRUNED if name in self.headers]
+            pruned = [name for name in PRUNED if name in headers]
             check(
                 not pruned,
                 f"{', '.join(pruned)}: drafts with a pruned vocabulary are not supported; one with the target's "
                 "whole vocabulary is",
             )
-            shapes = {name: header.shape for name, header in self.headers.items()}
+            shapes = {name: header.shape for name, header in headers.items()}
             if self._stores_tied_head(config):
                 shapes.pop(HEAD)
             names.check_shapes(shapes, self._wanted(config))
-            odd = [f"{name} ({header.dtype})" for name, header in self.headers.items() if header.dtype not in STORED]
+            odd = [f"{name} ({header.dtype})" for name, header in headers.items() if header.dtype not in STORED]
             check(not odd, f"tensors of a dtype that is not supported: {', '.join(odd)}; {', '.join(STORED)} are")
 
     def dtypes(self) -> list[str]:
@@ -172,11 +175,18 @@ def _is_sharded(path: Path) -> bool:
 def _read_header(file: Path) -> dict[str, Header]:
     check(file.is_file(), f"{file}: no such file")
     try:
-        with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: Header(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        with safe_open(file, framework="numpy"):
+            pass  # the library has checked the header; what it does not tell is whether a name is there twice
+        with about(file), file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length), object_pairs_hook=unique)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: not a readable safetensors file ({error}); a complete one is right") from error
+    return {
+        name: Header(file, tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _read_index(path: Path) -> dict[str, Header]:

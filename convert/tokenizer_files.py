@@ -1,5 +1,6 @@
 """Tokenizers that lie in a directory as files."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,6 @@ def load(directory: Path) -> Any:
     Raises:
         UserError: no tokenizer there, or one that cannot be read.
     """
-    # Slow to import, and token ids alone need none. The automatic class would import torch wherever it is installed.
-    from transformers import PreTrainedTokenizerFast
-
     check(
         (directory / TOKENIZER).is_file(),
         f"{directory}: no {TOKENIZER} in it; token ids can be decoded without one, text needs it beside the weights",
@@ -35,9 +33,17 @@ def load(directory: Path) -> Any:
     if (directory / SETTINGS).is_file():
         read_json(directory / SETTINGS)
     try:
-        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        return tokenizer_class().from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare exceptions
         raise UserError(f"{directory / TOKENIZER}: not a readable tokenizer ({error})") from error
+
+
+def tokenizer_class() -> Any:
+    """Return transformers' tokenizer over a `tokenizers` one; its automatic class imports torch where that is."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses torch, and says so
+    from transformers import PreTrainedTokenizerFast  # slow to import, and token ids alone need none
+
+    return PreTrainedTokenizerFast
 
 
 def has_chat_template(directory: Path) -> bool:

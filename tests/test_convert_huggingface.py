@@ -240,6 +240,15 @@ def test_damaged_safetensors_are_refused(target):
         assert f"{file}: not a readable safetensors file" in refusal(convert.load_target, target, None)
 
 
+def test_a_tensor_twice_in_a_file_is_refused(draft):
+    file = draft / "model.safetensors"
+    length, content = struct.unpack("<Q", file.read_bytes()[:8])[0], file.read_bytes()[8:]
+    header = json.loads(content[:length])
+    text = json.dumps(header).replace('"fc.weight"', f'"fc.weight": {json.dumps(header["fc.weight"])}, "fc.weight"')
+    file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + content[length:])
+    assert refusal(convert.load_draft, draft, None) == f"{file}: fc.weight more than once; once is right"
+
+
 def index_of(draft: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Turn a draft into two shards; return its tensors and where they lie."""
     tensors = draft_tensors()

@@ -186,14 +186,18 @@ def test_a_directorys_tokenizer_loads_with_its_template(tmp_path):
     assert "tokenizer.json: not a readable tokenizer" in refusal(convert.load_tokenizer, tmp_path)
 
 
-def test_nothing_imports_torch(tmp_path):
-    """Neither tokenizers nor chat templates need it; transformers' automatic class would load it wherever it is."""
+@pytest.mark.parametrize("torch", ["there", "absent"])
+def test_torch_is_neither_imported_nor_missed(tmp_path, torch):
+    """Transformers' automatic class would import it wherever it is, and transformers complains where it is not."""
     write_draft(tmp_path)
     write_tokenizer(tmp_path)
     script = (
-        f"import sys, convert, convert.__main__; convert.load_draft({str(tmp_path)!r}, None)\n"
+        "import sys\n"
+        + ("sys.modules['torch'] = None\n" if torch == "absent" else "")
+        + f"import convert, convert.__main__; convert.load_draft({str(tmp_path)!r}, None)\n"
         f"tokenizer = convert.load_tokenizer({str(tmp_path)!r})\n"
         "tokenizer.apply_chat_template([{'role': 'user', 'content': 'x'}])\n"
-        "assert 'torch' not in sys.modules"
+        "assert sys.modules.get('torch') is None"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
