@@ -42,7 +42,7 @@ def test_the_tree_of_shapes_is_that_of_the_torch_weights(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-sliding", "llama3-biased"])
-@pytest.mark.parametrize("chunks", [(5, 5, 5, 5, 4), (1,) * LENGTH], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("chunks", [(8, 8, 8), (1,) * LENGTH], ids=["chunks", "tokens"])
 def test_prefill_in_pieces_equals_prefill_in_one(name, chunks):
     _, config, params = hf_target(name)
     ids = tokens(2, LENGTH)
@@ -86,14 +86,12 @@ def _adding_constants() -> tuple[TargetConfig, dict]:
     return config, params
 
 
-@pytest.mark.parametrize(
-    ("taps", "values"), [((0,), [1]), ((1,), [3]), ((2,), [6]), ((0, 2), [1, 6]), ((2, 1), [6, 3]), ((), [])]
-)
+@pytest.mark.parametrize(("taps", "values"), [((0,), [1]), ((0, 1, 2, 3), [1, 3, 6, 10]), ((2, 1), [6, 3]), ((), [])])
 def test_a_tap_is_the_output_of_its_layer(taps, values):
     config, params = _adding_constants()
     start = jnp.zeros(1, jnp.int32)
     ids = jnp.zeros((1, 2), jnp.int32)
-    outputs: Any = Target(config, taps).apply({"params": params}, ids, empty(config, 1), start)
+    outputs: Any = jax.jit(Target(config, taps).apply)({"params": params}, ids, empty(config, 1), start)
     np.testing.assert_array_equal(outputs[1], np.repeat(np.array(values, np.float32), 4)[None, None].repeat(2, 1))
 
 
@@ -150,7 +148,7 @@ def test_bfloat16_weights_give_float32_logits_near_the_exact_ones():
 
 def test_initial_parameters_are_float32_also_where_float64_is_on(float64):
     config = hf_target("llama3-biased")[1]
-    assert {x.dtype for x in jax.tree.leaves(parameters.init(config, jax.random.key(0)))} == {np.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(parameters.shapes(config))} == {np.dtype("float32")}
 
 
 def test_the_embedding_serves_drafts_too():
@@ -163,4 +161,4 @@ def test_a_cache_of_too_few_layers_raises():
     _, config, params = hf_target("qwen3")
     short = cache.empty(config, 1, 8, jnp.dtype("float32"))[:-1]
     with pytest.raises(ValueError, match="zip"):
-        Target(config).apply({"params": params}, jnp.zeros((1, 1), jnp.int32), short, jnp.zeros(1, jnp.int32))
+        run_target(config, params, tokens(1, 1), buffers=short)
