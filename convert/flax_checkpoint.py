@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
@@ -105,7 +106,8 @@ def new_directory(destination: Path) -> Iterator[Path]:
         raise UserError(f"{parent}: cannot be written to ({error.strerror})") from error
     try:
         yield partial
-        _sync(partial)
+        for written in (*partial.rglob("*"), partial):
+            _sync(written)
         check(not os.path.lexists(destination), f"{destination}: appeared meanwhile; a path of one's own is right")
         partial.rename(destination)
         _sync(parent)
@@ -116,13 +118,23 @@ def new_directory(destination: Path) -> Iterator[Path]:
 
 
 def write(directory: Path, params: Params, hf_config: dict[str, Any], manifest: dict[str, Any]) -> None:
-    """Write config, parameters and, last, the manifest into a directory."""
+    """Write config, parameters and, last, the manifest into a directory.
+
+    Raises:
+        OSError: no room, or whatever else the file system objects to.
+    """
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(f"{needed:,} bytes are needed, and {free:,} are free")
     write_json(directory / "config.json", hf_config)
     # Compressing would hold everything a second time, and take ten times as long, for little: weights are noise.
     with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
-        checkpointer.save(directory.absolute() / PARAMS, args=ocp.args.PyTreeSave(params))
+        try:
+            checkpointer.save(directory.absolute() / PARAMS, args=ocp.args.PyTreeSave(params))
+        except ValueError as error:  # what tensorstore makes of one
+            raise OSError(str(error)) from error
     write_json(directory / MANIFEST, {"format_version": FORMAT_VERSION} | manifest)
-    _sync(directory / MANIFEST)
 
 
 @contextlib.contextmanager

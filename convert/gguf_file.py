@@ -91,7 +91,8 @@ class GgufSource:
 
     def _blocks(self, tensor: StoredTensor, order: np.ndarray | None) -> Iterator[np.ndarray]:
         # Read, not mapped: mapped pages would stay beside the dequantised values.
-        raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.start)
+        with about(self.path):
+            raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.start)
         rows = _rows(raw, tensor)
         for block in weights.row_blocks(tensor.shape):
             yield dequantize(rows[block] if order is None else rows[order[block]], tensor.type)

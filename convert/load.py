@@ -118,5 +118,5 @@ def read_params(
     """
     source.check(config)
     total = len(names.shapes(config))
-    arrays: Iterable[tuple[str, np.ndarray]] = watch(source.arrays(config, dtype), total, f"reading {source.path}")
+    arrays: Iterable[tuple[str, np.ndarray]] = watch(source.arrays(config, dtype), total, f"reading {source.path.name}")
     return nest((path, place(tuple(path.split("/")), array)) for path, array in arrays)

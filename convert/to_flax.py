@@ -47,7 +47,9 @@ def to_flax(source_name: str, destination: Path, dtype: str | None = None, *, wa
 def _hashes(source: Source, watch: Watch) -> dict[str, str]:
     files = source.files()
     root = source.path if source.path.is_dir() else source.path.parent
-    return {str(file.relative_to(root)): sha256(file) for file in watch(files, len(files), f"hashing {source.path}")}
+    return {
+        str(file.relative_to(root)): sha256(file) for file in watch(files, len(files), f"hashing {source.path.name}")
+    }
 
 
 def _dtype(params: Params) -> str:

@@ -32,7 +32,7 @@ def test_converting_and_inspecting_from_the_shell(target, tmp_path):
     converted = run("to-flax", target, tmp_path / "made", "--dtype", "bfloat16")
     assert converted.returncode == 0, converted.stderr
     assert converted.stdout == f"{tmp_path}/made: target, 17,532 parameters, bfloat16\n"
-    assert converted.stderr == f"reading {target}\nhashing {target}\n"
+    assert converted.stderr == "reading target\nhashing target\n"
     described = run("inspect", tmp_path / "made", "--json")
     assert described.returncode == 0
     assert described.stderr == ""

@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -182,6 +183,21 @@ def test_nothing_is_left_when_writing_fails(source, tmp_path, monkeypatch, fault
     assert set(tmp_path.iterdir()) == before
     if isinstance(fault, OSError):
         assert str(caught.value) == f"{tmp_path}/made: cannot be written (No space left on device)"
+
+
+def test_a_disk_without_room_is_the_users_fault(source, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        message = refusal(to_flax, source, tmp_path / "made")
+        assert message == f"{tmp_path}/made: cannot be written (81,744 bytes are needed, and 1,000 are free)"
+
+    def save(*_: Any, **__: Any) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: no space left")
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    message = refusal(to_flax, source, tmp_path / "made")
+    assert message == f"{tmp_path}/made: cannot be written (RESOURCE_EXHAUSTED: no space left)"
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_nothing_is_left_when_the_source_is_bad(source, tmp_path):

@@ -320,9 +320,22 @@ def test_blocks_of_rows_are_consecutive_and_cover_everything(rows, columns):
 
 def test_a_hub_id_that_is_not_cached_is_refused_offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     message = refusal(convert.load_target, "no-one/has-this", None)
     assert message == "no-one/has-this: no such path, and as a hub id not in the cache while HF_HUB_OFFLINE is set"
+
+
+def test_a_hub_id_that_is_cached_loads_offline(monkeypatch, tmp_path, draft):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached, commit = tmp_path / "models--some-one--has-this", "0123456789" * 4
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text(commit)
+    (cached / "snapshots" / commit).mkdir(parents=True)
+    for file in draft.iterdir():
+        (cached / "snapshots" / commit / file.name).symlink_to(file)  # as the cache keeps them
+    loaded = convert.load_draft("some-one/has-this", None)
+    assert same(loaded.params, convert.load_draft(str(draft), None).params)
 
 
 def test_a_hub_id_loads_from_what_is_fetched_and_neither_pickles_nor_code_are(monkeypatch, draft):
