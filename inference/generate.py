@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from convert import cli, load_draft, load_target, load_tokenizer, progress
+from convert import cli, load_draft, load_target, progress
+from convert.load import target_config
+from convert.sources import Source, open_source
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import UserError, check
 from inference import prompts
@@ -58,7 +60,9 @@ def main(argv: Sequence[str]) -> None:
     asked = _read_prompts(args)
     ckpt, draft = _checkpoints(args)
     with _memory_named():
-        tokenizer = _tokenizer(args, ckpt, asked)
+        source = open_source(ckpt)
+        _check_memory(args, target_config(source))
+        tokenizer = _tokenizer(args, source, asked)
         encoded = [prompts.encode(prompt, tokenizer, raw=args.raw, thinking=args.thinking) for prompt in asked]
         engine = _engine(args, ckpt, draft)
         for prompt, ids in zip(asked, encoded, strict=True):
@@ -251,10 +255,10 @@ def _checkpoints(args: argparse.Namespace) -> tuple[str, str | None]:
     return args.ckpt, args.draft
 
 
-def _tokenizer(args: argparse.Namespace, ckpt: str, asked: list[Prompt]) -> Any:
+def _tokenizer(args: argparse.Namespace, source: Source, asked: list[Prompt]) -> Any:
     """Load the tokenizer, or return None where neither prompts nor answers need one and there is none."""
     try:
-        tokenizer = load_tokenizer(ckpt)
+        tokenizer = source.tokenizer()
     except UserError as error:
         if not args.json or any(prompt.ids is None for prompt in asked):
             raise
@@ -269,7 +273,6 @@ def _engine(args: argparse.Namespace, ckpt: str, draft: str | None) -> Engine:
     size = args.block_size or 1
     check(size <= args.max_length, f"--block-size: {size}; up to --max-length, {args.max_length}, is right")
     target = load_target(ckpt, args.dtype, watch=progress.show)
-    _check_memory(args, target.config)
     paired = load_draft(draft, args.dtype, watch=progress.show) if draft else None
     sizes = {"max_length": args.max_length, "batch_size": args.batch_size, "block_size": args.block_size}
     with flags_named():

@@ -32,7 +32,7 @@ def test_a_character_comes_when_all_its_bytes_have():
 def test_pieces_of_any_bytes_in_any_runs_are_together_the_whole(seed):
     rng = random.Random(seed)
     ids = [rng.randrange(pair.VOCABULARY) for _ in range(300)] + TOKENIZER.encode("é🙂ß" * 40)
-    sizes = []
+    sizes: list[int] = []
     while sum(sizes) < len(ids):
         sizes.append(rng.choice([0, 1, 1, 2, 7, 50]))
     found = pieces(TOKENIZER, ids, sizes)
