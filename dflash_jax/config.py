@@ -266,7 +266,7 @@ def _read_transformer(
 
 def _layer_types(config: Mapping[str, Any]) -> list[str]:
     count = _positive(config, "num_hidden_layers")
-    first_sliding = config.get("max_window_layers", count) if config.get("use_sliding_window") else count
+    first_sliding = config.get("max_window_layers", 28) if config.get("use_sliding_window") else count
     kinds = config.get("layer_types") or [SLIDING if i >= first_sliding else FULL for i in range(count)]
     check(len(kinds) == count, f"layer_types: {len(kinds)} entries for num_hidden_layers {count}")
     for i, kind in enumerate(kinds):

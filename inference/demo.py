@@ -157,7 +157,7 @@ def _followed(
     show: Callable[[Generation], None] = lambda _: None,
 ) -> Generation:
     """Answer a prompt, showing the answer as it grows."""
-    for generation in engine.follow(prompt, sampling, speculate):
+    for _, generation in engine.serve([prompt], sampling, speculate, live=True):
         show(generation)
     return generation
 

@@ -1,7 +1,6 @@
 """The engine: token ids in, token ids out, over one set of weights and one device state."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,6 +18,8 @@ from inference import decode
 # A chunk's cost should be near that of reading the weights once: more rows than that only pad short prompts.
 PREFILL_CHUNK = {"cpu": 64}
 PREFILL_CHUNK_ELSEWHERE = 256
+# Beyond these, logits over the temperature leave what float32 tells apart.
+COLDEST, HOTTEST = 1e-4, 1e4
 BLOCKS_A_LOOK = 64
 BLOCKS_A_LOOK_STREAMING = 4
 FINISH_REASONS = {decode.STOPPED: "stop", decode.FULL: "length"}
@@ -42,8 +43,8 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         check(self.max_new_tokens >= 1, f"max_new_tokens: {self.max_new_tokens}; 1 or more is right")
         check(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature: {self.temperature}; 0 (greedy) or more is right",
+            self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
+            f"temperature: {self.temperature}; 0 (greedy), or a number from {COLDEST} to {HOTTEST}, is right",
         )
         check(0 < self.top_p <= 1, f"top_p: {self.top_p}; a number over 0 and up to 1 (no filter) is right")
         check(0 <= self.top_k < 2**31, f"top_k: {self.top_k}; 0 (no filter) or more is right")
@@ -158,12 +159,8 @@ class Engine:
         Raises:
             UserError: a prompt that is empty, too long for its answer, or not of this vocabulary; it is named by index.
         """
-        for i, prompt in enumerate(prompts):
-            self.check_prompt(prompt, sampling, f"prompt {i}")
-        done: dict[int, Generation] = {}
-        for index, generation in self._serve(prompts, sampling, speculate, BLOCKS_A_LOOK):
-            done[index] = generation
-        return [done[i] for i in range(len(prompts))]
+        latest = dict(self.serve(prompts, sampling, speculate))
+        return [latest[i] for i in range(len(prompts))]
 
     def serve(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, speculate: bool = True, *, live: bool = False
@@ -180,16 +177,6 @@ class Engine:
             self.check_prompt(prompt, sampling, f"prompt {i}")
         yield from self._serve(prompts, sampling, speculate, BLOCKS_A_LOOK_STREAMING if live else BLOCKS_A_LOOK)
 
-    def follow(self, prompt: Sequence[int], sampling: SamplingConfig, speculate: bool = True) -> Iterator[Generation]:
-        """Answer one prompt, yielding the answer so far every few blocks; the last one yielded is the whole.
-
-        Raises:
-            UserError: as `generate`.
-        """
-        self.check_prompt(prompt, sampling, "prompt")
-        for _, generation in self._serve([prompt], sampling, speculate, BLOCKS_A_LOOK_STREAMING):
-            yield generation
-
     def stream(self, prompt: Sequence[int], sampling: SamplingConfig, speculate: bool = True) -> Iterator[list[int]]:
         """Answer one prompt, yielding lists of new token ids every few accepted blocks.
 
@@ -197,9 +184,9 @@ class Engine:
             UserError: as `generate`.
         """
         told = 0
-        for generation in self.follow(prompt, sampling, speculate):
-            yield generation.token_ids[told:]
-            told = len(generation.token_ids)
+        for _, answer in self.serve([prompt], sampling, speculate, live=True):
+            yield answer.token_ids[told:]
+            told = len(answer.token_ids)
 
     def check_prompt(self, prompt: Sequence[int], sampling: SamplingConfig, name: str = "prompt") -> None:
         """Refuse a prompt that is empty, too long for its answer, or not of this vocabulary.
@@ -232,6 +219,11 @@ class Engine:
         once = SamplingConfig(max_new_tokens=2)
         for _ in self._serve([[0]], once, speculate, BLOCKS_A_LOOK):
             pass
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Return the bytes that weights and decoding state take, by their sizes."""
+        state = jax.eval_shape(self._empty_state)
+        return _bytes(self._weights), _bytes(state)
 
     def _models(self, speculate: bool) -> decode.Models:
         return self._speculative if speculate else self._plain
@@ -324,6 +316,10 @@ class Engine:
 
     def _stops(self, sampling: SamplingConfig) -> list[int]:
         return sorted({*self.stop_token_ids, *sampling.stop_token_ids})
+
+
+def _bytes(tree: object) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _device(value: npt.ArrayLike, dtype: type[np.generic]) -> jax.Array:

@@ -112,3 +112,13 @@ def test_the_compiled_loop_updates_caches_in_place(batch, speculate):
     cache_shape = ",".join(map(str, state.target[0].keys.shape))
     assert cache_shape == f"{batch},2,512,6"
     assert shapes[cache_shape] == 0
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_the_programs_lower_for_accelerators(platform):
+    engine = tiny.engine(batch_size=2)
+    state, count = engine._empty_state(), jnp.asarray(4, jnp.int32)
+    for speculate in (True, False):
+        program = functools.partial(decode.decode, engine._models(speculate))
+        exported = jax.export.export(jax.jit(program), platforms=[platform])(engine._weights, state, count)
+        assert exported.platforms == (platform,)

@@ -51,6 +51,22 @@ def test_speculation_changes_no_token_of_a_thousand_answers_in_float64(float64):
     assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
 
 
+def test_speculation_in_bfloat16_differs_only_where_rounding_explains_it():
+    engine: Any = tiny.engine(dtype=jnp.bfloat16)
+    prompts, sampling = tiny.prompts(200), SamplingConfig(max_new_tokens=30)
+    drafted = engine.generate(prompts, sampling)
+    plain = engine.generate(prompts, sampling, speculate=False)
+    differing = 0
+    for prompt, one, other in zip(prompts, drafted, plain, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if a != b), None)
+        if at is not None:
+            differing += 1
+            logits = tiny.following_logits(engine._weights.target, prompt + one.token_ids[:at])
+            first, second = np.sort(logits)[-2:][::-1]
+            assert first - second < 0.02 * np.abs(logits).max()  # a bfloat16 is right to one part in 256
+    assert differing < 40
+
+
 def test_speculation_changes_no_sampled_token(engine):
     # The same random numbers judge the same positions, so even the samples are equal.
     prompts = tiny.prompts(20)
@@ -233,6 +249,8 @@ def test_nothing_compiles_after_the_warm_up():
         ({"max_new_tokens": 0}, "max_new_tokens: 0"),
         ({"max_new_tokens": -3}, "max_new_tokens: -3"),
         ({"temperature": -0.5}, "temperature: -0.5"),
+        ({"temperature": 1e-9}, "temperature: 1e-09"),
+        ({"temperature": 1e9}, "temperature: 1000000000.0"),
         ({"temperature": float("nan")}, "temperature: nan"),
         ({"temperature": float("inf")}, "temperature: inf"),
         ({"top_p": 0.0}, "top_p: 0.0"),

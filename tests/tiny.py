@@ -68,20 +68,23 @@ def run(module: nn.Module, weights: parameters.Params, *inputs: Any, method: str
     return module.apply({"params": weights}, *inputs, method=method)
 
 
-def plain_greedy(weights: parameters.Params, prompt: list[int], new_tokens: int) -> list[int]:
-    """Greedy tokens by running the whole text anew for each: nothing is kept, nothing is verified."""
-    rows = len(prompt) + new_tokens
+def following_logits(weights: parameters.Params, text: list[int]) -> np.ndarray:
+    """The target's logits after a text, which is run whole: nothing is kept, nothing is verified."""
+    rows = 32 * (len(text) // 32 + 1)  # few shapes, few compilations
+    padded = jnp.asarray([text + [0] * (rows - len(text))], jnp.int32)
+    return np.asarray(_logits(weights, padded)[0, len(text) - 1])
+
+
+@jax.jit
+def _logits(weights: parameters.Params, tokens: jax.Array) -> jax.Array:
     model, zero = Target(TARGET), jnp.zeros(1, jnp.int32)
+    buffers = cache.empty(TARGET, 1, tokens.shape[1], weights["embedding"].dtype)
+    return run(model, weights, run(model, weights, tokens, buffers, zero)[0], method="logits")
 
-    @jax.jit
-    def following(tokens: jax.Array, last: jax.Array) -> jax.Array:
-        buffers = cache.empty(TARGET, 1, rows, weights["embedding"].dtype)
-        hidden = run(model, weights, tokens, buffers, zero)[0]
-        logits = run(model, weights, hidden, method="logits")
-        return jnp.argmax(logits[0, last])
 
+def plain_greedy(weights: parameters.Params, prompt: list[int], new_tokens: int) -> list[int]:
+    """Greedy tokens, the whole text run anew for each."""
     text = list(prompt)
-    while len(text) < rows:
-        padded = jnp.asarray([text + [0] * (rows - len(text))], jnp.int32)
-        text.append(int(following(padded, jnp.asarray(len(text) - 1))))
+    for _ in range(new_tokens):
+        text.append(int(following_logits(weights, text).argmax()))
     return text[len(prompt) :]

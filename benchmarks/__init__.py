@@ -1,0 +1,1 @@
+"""Measurements that are quoted, each runnable: `python -m benchmarks.NAME`."""
