@@ -8,24 +8,16 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import masks
-from dflash_jax.attention import Attention, CosSin, Segment
+from dflash_jax.attention import CosSin, Segment
 from dflash_jax.cache import Cache, LayerCache, write
-from dflash_jax.config import DraftConfig, LayerConfig
-from dflash_jax.layers import Linear, Mlp, RMSNorm
+from dflash_jax.config import DraftConfig
+from dflash_jax.decoder_layer import DecoderLayer
+from dflash_jax.layers import Linear, RMSNorm
 from dflash_jax.rope import angles
 
 
-class DraftLayer(nn.Module):
-    """Attention over context and block with the same key and value projections for both (law 3), then the MLP."""
-
-    config: DraftConfig
-    layer: LayerConfig
-
-    def setup(self) -> None:
-        self.input_norm = RMSNorm(self.config.rms_norm_eps)
-        self.attention = Attention(self.config)
-        self.mlp_norm = RMSNorm(self.config.rms_norm_eps)
-        self.mlp = Mlp(self.config)
+class DraftLayer(DecoderLayer):
+    """A layer that attends to context and block, with the same key and value projections for both (law 3)."""
 
     def __call__(
         self, x: Float[Array, "b t d"], cos_sin: CosSin, context: LayerCache, start: Int[Array, "b"]

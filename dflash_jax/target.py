@@ -9,24 +9,16 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import masks
-from dflash_jax.attention import Attention, CosSin, Segment
+from dflash_jax.attention import CosSin, Segment
 from dflash_jax.cache import Cache, LayerCache, write
-from dflash_jax.config import LayerConfig, TargetConfig
-from dflash_jax.layers import EXACT, Mlp, RMSNorm
+from dflash_jax.config import TargetConfig
+from dflash_jax.decoder_layer import DecoderLayer
+from dflash_jax.layers import EXACT, RMSNorm
 from dflash_jax.rope import angles
 
 
-class TargetLayer(nn.Module):
-    """Causal attention over the cache, then the MLP, each after a norm and around a residual."""
-
-    config: TargetConfig
-    layer: LayerConfig
-
-    def setup(self) -> None:
-        self.input_norm = RMSNorm(self.config.rms_norm_eps)
-        self.attention = Attention(self.config)
-        self.mlp_norm = RMSNorm(self.config.rms_norm_eps)
-        self.mlp = Mlp(self.config)
+class TargetLayer(DecoderLayer):
+    """A layer that attends causally to its cache, after adding to it."""
 
     def __call__(
         self, x: Float[Array, "b t d"], cos_sin: CosSin, cache: LayerCache, start: Int[Array, "b"]
