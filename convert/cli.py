@@ -1,13 +1,17 @@
 """What every command shares: one-line errors, exit statuses, and no traceback for what is no fault of ours."""
 
 import argparse
+import errno
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from dflash_jax.errors import UserError
+from dflash_jax.errors import UserError, check
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,7 +31,13 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
     An interrupt, a termination and a closed pipe end the process with the status a shell gives them, 128 + signal.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    if sys.stderr is None:  # closed
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process runs
     try:
+        check(sys.stdout is not None, "standard output: closed; somewhere to write to is right")
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # A name that this console cannot show must not end the command.
+            sys.stdout.reconfigure(errors="backslashreplace")
         main(sys.argv[1:])
         sys.stdout.flush()
         status = 0
@@ -37,10 +47,20 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except BrokenPipeError:
-        # The interpreter flushes standard output once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         status = 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is not None or error.errno not in UNWRITABLE:
+            raise
+        _discard_output()
+        print(f"error: standard output: cannot be written ({error.strerror}); room for it is right", file=sys.stderr)
+        status = 2
     sys.exit(status)
+
+
+def _discard_output() -> None:
+    # The interpreter flushes standard output once more as it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminate(number: int, frame: object) -> NoReturn:  # noqa: ARG001

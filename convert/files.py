@@ -1,9 +1,10 @@
 """Small readers of files whose faults are the user's, told in one line that names the file."""
 
+import collections
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def about_values(file: Path | str) -> Iterator[None]:
     with about(file):
         try:
             yield
-        except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
+        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             raise UserError(f"a value of the wrong type or form ({error})") from error
 
 
@@ -44,7 +45,7 @@ def read_json(file: Path) -> dict[str, Any]:
     with about(file):
         try:
             value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
             raise UserError(f"not valid JSON ({error}); a JSON object is right") from error
         if not isinstance(value, dict):
             raise UserError(f"holds a JSON {type(value).__name__}; an object is right")
@@ -62,14 +63,18 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def repeated(names: Iterable[str]) -> list[str]:
+    """Return the names that are there more than once."""
+    return sorted(name for name, count in collections.Counter(names).items() if count > 1)
+
+
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object's dictionary, for `object_pairs_hook`.
 
     Raises:
         UserError: a key that is there more than once, of which `json` would keep the last.
     """
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = repeated(name for name, _ in pairs)
     if twice:
         raise UserError(f"{', '.join(twice)} more than once; once is right")
     return dict(pairs)

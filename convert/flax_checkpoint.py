@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,9 +99,10 @@ def new_directory(destination: Path) -> Iterator[Path]:
     """
     check(not os.path.lexists(destination), f"{destination}: is there already; a path that is not is right")
     parent = destination.absolute().parent
-    check(parent.is_dir(), f"{parent}: no such directory; one that is there is right")
-    partial = parent / f".{destination.name}.{os.getpid()}.partial"
+    # Not by the process's number: in containers it is the same again, and one that was killed leaves its own behind.
+    partial = parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
     try:
+        check(parent.is_dir(), f"{parent}: no such directory; one that is there is right")
         partial.mkdir()
     except OSError as error:
         raise UserError(f"{parent}: cannot be written to ({error.strerror})") from error

@@ -38,6 +38,7 @@ def read(metadata: Mapping[str, Any], tensors: Mapping[str, Any], rope_factors: 
     check(EMBEDDING in tensors, f"tensor {EMBEDDING} is missing")
     own = {key.removeprefix(f"{family}."): value for key, value in metadata.items() if key.startswith(f"{family}.")}
     heads = _required(own, family, "attention.head_count")
+    check(heads > 0, f"metadata {family}.attention.head_count: {heads}; 1 or more is right")
     head_dim = own.get("attention.key_length", _required(own, family, "embedding_length") // heads)
     _check_features(own, family, head_dim)
     stops = [metadata[key] for stop in STOPS if (key := f"tokenizer.ggml.{stop}_token_id") in metadata]

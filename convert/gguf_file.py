@@ -79,7 +79,13 @@ class GgufSource:
 
     def _rope_factors(self) -> np.ndarray | None:
         tensor = self.tensors.get(gguf_config.ROPE_FACTORS)
-        return None if tensor is None else np.concatenate(list(self._blocks(tensor, None)))
+        if tensor is None:
+            return None
+        kind = tensor.type
+        check(
+            kind == GGMLQuantizationType.F32, f"tensor {gguf_config.ROPE_FACTORS}: {kind.name} is not supported; F32 is"
+        )
+        return np.concatenate(list(self._blocks(tensor, None)))
 
     def _row_order(self, name: str, config: TargetConfig | DraftConfig) -> np.ndarray | None:
         """Return where each row lies: llama.cpp stores the halves of a Llama's query and key heads interleaved."""

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from convert.files import about_values
+from convert.files import about_values, repeated
 from convert.names import Shape
 from dflash_jax.errors import UserError, check
 
@@ -129,8 +129,7 @@ def _locate(
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     check(isinstance(alignment, int) and alignment > 0, f"general.alignment: {alignment!r}; a power of two is right")
     data = -(-reader.file.tell() // alignment) * alignment
-    names = [name for name, *_ in infos]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = repeated(name for name, *_ in infos)
     check(not twice, f"tensors {', '.join(twice)} are there twice; once is right")
     tensors = {}
     for name, shape, number, offset in infos:

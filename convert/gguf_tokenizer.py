@@ -43,7 +43,7 @@ def build(metadata: Mapping[str, Any]) -> Any:
         ]
     )
     special = {
-        f"{ours}_token": tokens[metadata[key]]
+        f"{ours}_token": _token(tokens, metadata[key], key)
         for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
         if (key := f"tokenizer.ggml.{theirs}_token_id") in metadata
     }
@@ -69,6 +69,14 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
         f"tokenizer.ggml.token_type has {len(types)} entries and tokenizer.ggml.tokens {len(tokens)}; as many is right",
     )
     return tokens, types
+
+
+def _token(tokens: list[str], index: Any, key: str) -> str:
+    check(
+        isinstance(index, int) and 0 <= index < len(tokens),
+        f"{key}: {index!r} is none of tokenizer.ggml.tokens; 0 to {len(tokens) - 1} are",
+    )
+    return tokens[index]
 
 
 def _bpe(tokens: list[str], types: list[int], merges: Any, *, ignore_merges: bool) -> models.BPE:

@@ -29,5 +29,5 @@ def fetch(name: str) -> Path:
     except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the hub cannot be reached"
         raise UserError(f"{name}: no such path, and as a hub id not in the cache while {reason}") from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+    except Exception as error:  # whatever the library's ways to the hub raise
         raise UserError(f"{name}: no such path, and as a hub id not to be had ({error})") from error

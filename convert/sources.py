@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from convert import hub, weights
+from convert.files import about
 from convert.flax_checkpoint import MANIFEST, PARAMS, FlaxSource
 from convert.gguf_file import GgufSource
 from convert.huggingface import HuggingFaceSource
@@ -60,9 +61,11 @@ def open_source(name: str) -> Source:
     path = Path(name)
     if not os.path.lexists(path) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         path = hub.fetch(name)
-    check(path.exists(), f"{name}: no such file or directory, and not a hub id (owner/name)")
-    if path.is_dir():
-        is_ours = (path / MANIFEST).exists() or (path / PARAMS).is_dir()
+    with about(name):  # a name that is too long, a directory that may not be entered
+        check(path.exists(), "no such file or directory, and not a hub id (owner/name)")
+        is_directory = path.is_dir()
+        is_ours = is_directory and ((path / MANIFEST).exists() or (path / PARAMS).is_dir())
+    if is_directory:
         return FlaxSource(path) if is_ours else HuggingFaceSource(path)
     if path.suffix == ".gguf":
         return GgufSource(path)

@@ -7,11 +7,13 @@ import jax
 
 from convert import flax_checkpoint, weights
 from convert.files import sha256
+from convert.flax_checkpoint import FlaxSource
 from convert.gguf_file import GgufSource
 from convert.load import any_config, read_params
 from convert.progress import Watch, quiet
 from convert.sources import Source, open_source
 from dflash_jax.config import TargetConfig
+from dflash_jax.errors import check
 from dflash_jax.parameters import Params
 
 
@@ -30,6 +32,8 @@ def to_flax(source_name: str, destination: Path, dtype: str | None = None, *, wa
     wanted = weights.asked_dtype(dtype)
     with flax_checkpoint.new_directory(destination) as directory:
         source = open_source(source_name)
+        inside = isinstance(source, FlaxSource) and destination.resolve().is_relative_to(source.path.resolve())
+        check(not inside, f"{destination}: lies in the Flax checkpoint that is read; a path outside it is right")
         config = any_config(source)
         params = read_params(source, config, wanted, place=weights.place, watch=watch)
         source.save_companions(directory)

@@ -13,6 +13,8 @@ from dflash_jax.rope import Rotary, is_number
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 DRAFT_ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Far over any model's, and small enough to find out its shapes: a broken config must not take the memory first.
+MOST_LAYERS, LARGEST_SIZE, LARGEST_INT32 = 512, 2**24, 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +146,13 @@ class DraftConfig(TransformerConfig):
         check(len(set(ids)) == len(ids), f"target_layer_ids: {list(ids)}; no layer may be tapped twice")
         block_size = _either(config, "block_size")
         check(
-            _is_int(block_size) and block_size >= 2, f"block_size: {block_size!r}; a whole number of 2 or more is right"
+            _is_int(block_size) and 2 <= block_size <= LARGEST_SIZE,
+            f"block_size: {block_size!r}; a whole number from 2 to {LARGEST_SIZE} is right",
         )
         is_causal = _either(config, "is_causal", "causal")
-        check(is_causal in (None, True, False), f"is_causal: {is_causal!r}; true, false or null is right")
+        check(
+            is_causal is None or isinstance(is_causal, bool), f"is_causal: {is_causal!r}; true, false or null is right"
+        )
         softcap = _either(config, "final_logit_softcapping")
         check(
             softcap is None or (is_number(softcap) and softcap >= 0),
@@ -229,7 +234,10 @@ def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
 def token_ids(value: Any, field: str) -> tuple[int, ...]:
     """Read a field that holds no token id, one, or a list of them."""
     ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
-    check(all(_is_int(i) and i >= 0 for i in ids), f"{field}: {value!r}; a token id or a list of them is right")
+    check(
+        all(_is_int(i) and 0 <= i <= LARGEST_INT32 for i in ids),
+        f"{field}: {value!r}; a token id or a list of them is right",
+    )
     return tuple(ids)
 
 
@@ -256,7 +264,7 @@ def _read_transformer(
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": eps,
-        "max_positions": _positive(config, "max_position_embeddings"),
+        "max_positions": _positive(config, "max_position_embeddings", most=LARGEST_INT32),
         "layers": tuple(_read_layer(config, kind, draft, is_causal) for kind in _layer_types(config)),
         "qk_norm": qk_norm,
         "attention_bias": _flag(config, "attention_bias"),
@@ -265,7 +273,7 @@ def _read_transformer(
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[str]:
-    count = _positive(config, "num_hidden_layers")
+    count = _positive(config, "num_hidden_layers", most=MOST_LAYERS)
     first_sliding = config.get("max_window_layers", 28) if config.get("use_sliding_window") else count
     kinds = config.get("layer_types") or [SLIDING if i >= first_sliding else FULL for i in range(count)]
     check(len(kinds) == count, f"layer_types: {len(kinds)} entries for num_hidden_layers {count}")
@@ -280,7 +288,7 @@ def _read_layer(config: Mapping[str, Any], kind: str, draft: bool, is_causal: bo
         return LayerConfig(rotary, None, causal=bool(is_causal) if draft else True)
     window: Any = config.get("sliding_window")
     check(
-        _is_int(window) and window > 0 and config.get("use_sliding_window", True),
+        _is_int(window) and 0 < window <= LARGEST_INT32 and config.get("use_sliding_window", True),
         f"layer_types has {SLIDING!r}, but sliding_window is {window!r} and use_sliding_window is "
         f"{config.get('use_sliding_window')!r}; a window of 1 or more, in use, is right",
     )
@@ -344,10 +352,10 @@ def _scale(config: Mapping[str, Any], field: str) -> float:
     return float(value)
 
 
-def _positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def _positive(config: Mapping[str, Any], field: str, default: int | None = None, *, most: int = LARGEST_SIZE) -> int:
     value: Any = config.get(field)
     value = default if value is None else value
-    check(_is_int(value) and value > 0, f"{field}: {value!r}; a whole number of 1 or more is right")
+    check(_is_int(value) and 0 < value <= most, f"{field}: {value!r}; a whole number from 1 to {most} is right")
     return int(value)
 
 

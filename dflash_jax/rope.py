@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.errors import UserError, check
 
 KINDS = ("default", "linear", "llama3", "yarn")
+# Beyond these no frequency is left to compute with.
+SMALLEST, LARGEST = 1e-6, 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Rotary:
         )
         theta: Any = section.get("rope_theta", config.get("rope_theta"))
         check(
-            is_number(theta) and theta > 0,
-            "no rotary base: set `rope_theta`, or `rope_parameters.rope_theta`, to a positive number",
+            is_number(theta) and theta >= 1,
+            "no rotary base: set `rope_theta`, or `rope_parameters.rope_theta`, to a number of 1 or more",
         )
         kind = section.get("rope_type", section.get("type", "default"))
         check(kind in KINDS, f"rope_type {kind!r} is not supported; one of {', '.join(KINDS)} is")
@@ -70,14 +72,14 @@ class Rotary:
         if factor is None and kind == "yarn" and original:
             factor = config["max_position_embeddings"] / original
         check(
-            is_number(factor) and factor > 0,
-            f"rope_type {kind!r} needs a positive `factor`; found {factor!r}",
+            is_number(factor) and SMALLEST <= factor <= LARGEST,
+            f"rope_type {kind!r} needs a positive `factor`, up to {LARGEST:.0f}; found {factor!r}",
         )
         scaled = dataclasses.replace(common, factor=float(factor))
         if kind == "linear":
             return scaled
         check(
-            is_number(original) and original > 0,
+            is_number(original) and original >= 1,
             f"rope_type {kind!r} needs `original_max_position_embeddings`; found {original!r}",
         )
         scaled = dataclasses.replace(scaled, original_max_positions=int(original))
@@ -126,6 +128,8 @@ class Rotary:
         return (1 - smooth) * inverse / self.factor + smooth * inverse
 
     def _yarn_frequencies(self, inverse: np.ndarray, turning: int) -> np.ndarray:
+        check(self.theta > 1, f"rope_type 'yarn' needs a `rope_theta` over 1; found {self.theta}")
+
         def dimension(turns: float) -> float:
             length = self.original_max_positions / (turns * 2 * math.pi)
             return turning * math.log(length) / (2 * math.log(self.theta))
@@ -160,7 +164,10 @@ def _yarn(section: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
     def number(field: str, default: float) -> float:
         value: Any = section.get(field) or default
-        check(is_number(value) and value > 0, f"{field}: {value!r}; a positive number is right")
+        check(
+            is_number(value) and SMALLEST <= value <= LARGEST,
+            f"{field}: {value!r}; a positive number up to {LARGEST:.0f} is right",
+        )
         return float(value)
 
     both = section.get("mscale") and section.get("mscale_all_dim")
@@ -178,7 +185,7 @@ def angles(
 ) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
     """Return cos and sin of every position, float32, r = head_dim * partial / 2."""
     # In units of 2**-32 turns, whose products wrap at whole turns: float32 radians are off by 2e-3 at position 40000.
-    turns = np.round(rotary.frequencies(head_dim) * (2**32 / (2 * math.pi))).astype(np.uint32)
+    turns = np.mod(np.round(rotary.frequencies(head_dim) * (2**32 / (2 * math.pi))), 2**32).astype(np.uint32)
     wrapped = positions[..., None].astype(jnp.uint32) * turns[None, None]
     phases = wrapped.astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
     return jnp.cos(phases) * rotary.attention_factor, jnp.sin(phases) * rotary.attention_factor

@@ -96,8 +96,6 @@ def has_thinking_switch(tokenizer: Any) -> bool:
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: Any, thinking: bool, where: str) -> list[int]:
-    from jinja2 import TemplateError
-
     check(
         bool(tokenizer.chat_template),
         f"{where}: the checkpoint's tokenizer has no chat template; --raw takes text as it is",
@@ -106,7 +104,7 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any, thinking: bool, wher
         ids: list[int] = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=False, add_generation_prompt=True, enable_thinking=thinking
         )
-    except (TemplateError, TypeError, ValueError) as error:
+    except Exception as error:  # a template is a program, and may raise anything
         raise UserError(f"{where}: the chat template cannot render it ({error})") from error
     return ids
 

@@ -228,6 +228,15 @@ COMMON_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 1, "layer_types": [SLIDING], "sliding_window": 8}, "use_sliding_window is False"),
     ({"rope_theta": None}, "rope_theta"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
+    ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers: 1000000000; a whole number from 1 to 512"),
+    ({"hidden_size": 2**63}, "hidden_size"),
+    ({"head_dim": 2**31}, "head_dim"),
+    ({"vocab_size": 2**40}, "vocab_size"),
+    ({"max_position_embeddings": 2**31}, "max_position_embeddings"),
+    (
+        {"num_hidden_layers": 1, "layer_types": [SLIDING], "use_sliding_window": True, "sliding_window": 2**31},
+        "sliding_window",
+    ),
 ]
 TARGET_FAULTS: list[tuple[dict[str, Any], str]] = [
     (QWEN3_5, "Qwen3_5ForConditionalGeneration"),
@@ -239,6 +248,7 @@ TARGET_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"eos_token_id": "</s>"}, "eos_token_id"),
     ({"eos_token_id": [1, -2]}, "eos_token_id"),
+    ({"eos_token_id": 2**31}, "eos_token_id"),
     ({"bos_token_id": [1]}, "bos_token_id"),
 ]
 OWN = DRAFT["dflash_config"]
@@ -255,7 +265,9 @@ DRAFT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": OWN | {"mask_token_id": -1}}, "mask_token_id: -1"),
     ({"block_size": None}, "block_size"),
     ({"block_size": 1}, "block_size: 1"),
+    ({"block_size": 2**31}, "block_size"),
     ({"is_causal": "no"}, "is_causal"),
+    ({"is_causal": 0}, "is_causal: 0; true, false or null"),
     ({"is_causal": True, "dflash_config": OWN | {"causal": False}}, "is_causal.*must be equal"),
     ({"draft_vocab_size": 32000}, "draft_vocab_size"),
     ({"d2t": [0, 1]}, "d2t"),

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -140,6 +141,28 @@ def test_a_closed_pipe_and_an_interrupt_end_without_a_traceback():
     for number in (signal.SIGINT, signal.SIGTERM):
         interrupted = run(code=f"import os; from convert.cli import run; run(lambda _: os.kill(os.getpid(), {number}))")
         assert (interrupted.returncode, interrupted.stderr) == (128 + number, "")
+
+
+def test_streams_that_are_full_closed_or_of_few_characters_end_without_a_traceback():
+    command = f"exec {sys.executable} -c 'from convert.cli import run; run(lambda _: print(\"Zw\\u00f6lf\"))'"
+    for redirect, status, out, err in (
+        (
+            ">/dev/full",
+            2,
+            "",
+            "error: standard output: cannot be written (No space left on device); room for it is right",
+        ),
+        (">&-", 2, "", "error: standard output: closed; somewhere to write to is right"),
+        ("2>&-", 0, "Zw\\xf6lf", ""),
+    ):
+        done = subprocess.run(
+            ["/bin/sh", "-c", f"{command} {redirect}"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        )
+        assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (status, out, err)
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(monkeypatch, capsys):

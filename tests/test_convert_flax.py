@@ -207,6 +207,19 @@ def test_nothing_is_left_when_the_source_is_bad(source, tmp_path):
     assert set(tmp_path.iterdir()) == before
 
 
+def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(source, tmp_path):
+    (tmp_path / f".made.{os.getpid()}.partial").mkdir()
+    to_flax(str(source), tmp_path / "made")
+    assert convert.load_target(str(tmp_path / "made")).config.num_layers
+
+
+def test_a_flax_checkpoint_is_not_written_into_itself(made):
+    before = sorted(made.rglob("*"))
+    message = refusal(to_flax, made, made / "inner")
+    assert message == f"{made}/inner: lies in the Flax checkpoint that is read; a path outside it is right"
+    assert sorted(made.rglob("*")) == before
+
+
 def test_it_does_not_appear_before_it_is_whole(source, tmp_path, monkeypatch):
     real, seen = flax_checkpoint.write, []
 

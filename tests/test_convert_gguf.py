@@ -90,6 +90,17 @@ def test_llama3_scaling_is_recovered_from_its_frequencies(tmp_path):
     assert rotary == Rotary(theta=1e4, kind="llama3", factor=8.0, original_max_positions=8192)
 
 
+def test_frequencies_of_another_type_are_refused(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_gguf(file, "llama", rope_factors=np.ones(4, np.float32))
+    content = bytearray(file.read_bytes())
+    # The type follows the name, the number of dimensions and the one dimension.
+    at = content.index(b"rope_freqs.weight") + len(b"rope_freqs.weight") + 4 + 8
+    content[at : at + 4] = struct.pack("<I", gguf.GGMLQuantizationType.I8)
+    file.write_bytes(content)
+    assert "tensor rope_freqs.weight: I8 is not supported; F32 is" in refusal(convert.load_target, file, None)
+
+
 def test_frequencies_that_are_no_known_scaling_are_refused(tmp_path):
     factors = llama3_factors() + np.array([0, 0, 0, 0.01, 0], np.float32)
     write_gguf(tmp_path / "model.gguf", "llama3-biased", rope_factors=factors)
@@ -160,6 +171,7 @@ def test_no_number_is_guessed(field):
         ({"llama__rope__dimension_count": 2}, "rope.dimension_count: 2 is not supported; 4 is"),
         ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type: 'longrope' is not supported"),
         ({"llama__attention__head_count": [2, 2]}, "a number for each layer is not supported"),
+        ({"llama__attention__head_count": 0}, "metadata llama.attention.head_count: 0; 1 or more is right"),
         ({"split__count": 3}, "one of 3 parts"),
     ],
 )

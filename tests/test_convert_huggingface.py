@@ -200,6 +200,7 @@ def test_bad_configs_are_refused(target, changes, message):
         ("[]", "holds a JSON list; an object is right"),
         ("\xff\xfe", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
+        ('{"hidden_size": ' + "1" * 5000 + "}", "not valid JSON"),
         ('{"hidden_size": 1, "hidden_size": 2}', "hidden_size more than once"),
     ],
 )
@@ -212,6 +213,7 @@ def test_bad_json_is_refused(target, text, message):
 
 def test_paths_that_hold_no_checkpoint_are_refused(tmp_path, target):
     assert f"{tmp_path}/none: no such file or directory" in refusal(convert.load_target, tmp_path / "none", None)
+    assert "cannot be read (File name too long)" in refusal(convert.load_target, tmp_path / ("a" * 5000), None)
     (tmp_path / "empty").mkdir()
     assert "no config.json in it" in refusal(convert.load_target, tmp_path / "empty", None)
     assert "weights alone; the directory" in refusal(convert.load_target, target / "model.safetensors", None)
@@ -323,6 +325,15 @@ def test_a_hub_id_that_is_not_cached_is_refused_offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     message = refusal(convert.load_target, "no-one/has-this", None)
     assert message == "no-one/has-this: no such path, and as a hub id not in the cache while HF_HUB_OFFLINE is set"
+
+
+def test_a_hub_that_cannot_be_asked_is_one_line(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no http in the address")
+
+    monkeypatch.setattr("convert.hub.snapshot_download", fail)
+    message = refusal(convert.load_target, "no-one/has-this", None)
+    assert message == "no-one/has-this: no such path, and as a hub id not to be had (no http in the address)"
 
 
 def test_a_hub_id_that_is_cached_loads_offline(monkeypatch, tmp_path, draft):

@@ -165,6 +165,8 @@ def test_token_types_decide_what_is_special():
         ({"merges": None}, "tokenizer.ggml.merges: a list"),
         ({"merges": ["abc"]}, "two tokens and a space"),
         ({"merges": ["ab zz"]}, "do not fit"),
+        ({"bos_token_id": 999}, "tokenizer.ggml.bos_token_id: 999 is none of tokenizer.ggml.tokens; 0 to"),
+        ({"eos_token_id": -1}, "tokenizer.ggml.eos_token_id: -1 is none of"),
         ({"tokens": ["a"] * 2, "token_type": [1, 1]}, "a token is there twice"),
     ],
 )

@@ -137,7 +137,12 @@ def test_what_cannot_be_rendered_is_refused_with_the_way_out():
     raw = refusal(encode, Prompt("f, line 2", messages=chat), pair.tokenizer(), raw=True)
     assert raw.startswith("f, line 2: ")
     assert "leave out --raw" in raw
-    for template in ("{{ raise_exception('no system') }}", "{% if %}", "{{ messages[0]['content'] + 1 }}"):
+    for template in (
+        "{{ raise_exception('no system') }}",
+        "{% if %}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ 1 / 0 }}",
+    ):
         broken = pair.tokenizer(template)
         assert refusal(encode, Prompt("f, line 2", text="a"), broken).startswith("f, line 2: the chat template")
 

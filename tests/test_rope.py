@@ -106,6 +106,14 @@ def test_settings_of_a_layer_type_are_read_from_its_own_section():
         ({}, "rope_theta"),
         ({"rope_theta": None}, "rope_theta"),
         ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": 1e-300}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 5e-324}, "rope_theta": 1e4}, "factor"),
+        ({"rope_scaling": {"type": "yarn"} | YARN | {"beta_fast": 1e308}, "rope_theta": 1e4}, "beta_fast"),
+        ({"rope_scaling": {"type": "yarn"} | YARN | {"beta_slow": 5e-324}, "rope_theta": 1e4}, "beta_slow"),
+        (
+            {"rope_scaling": {"type": "yarn"} | YARN | {"original_max_position_embeddings": 0.5}, "rope_theta": 1e4},
+            "original_max_position_embeddings",
+        ),
         ({"rope_theta": "10000"}, "rope_theta"),
         ({"rope_theta": float("nan")}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
@@ -134,3 +142,9 @@ def test_absent_or_absurd_settings_are_refused_by_name(config, message):
     with pytest.raises(UserError, match=message) as error:
         Rotary.from_hf(config, "full_attention")
     assert "\n" not in str(error.value)
+
+
+def test_yarn_without_a_slowest_dimension_is_refused():
+    rotary = Rotary.from_hf({"rope_scaling": {"type": "yarn"} | YARN, "rope_theta": 1}, "full_attention")
+    with pytest.raises(UserError, match=r"needs a `rope_theta` over 1; found 1\.0"):
+        rotary.frequencies(8)
