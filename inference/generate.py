@@ -246,6 +246,8 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def _checkpoints(args: argparse.Namespace) -> tuple[str, str | None]:
+    for flag, name in (("--ckpt", args.ckpt), ("--draft", args.draft)):
+        check(name != "", f"{flag}: empty; a checkpoint, or leaving out {flag}, is right")
     if args.ckpt is None:
         return str(find_demo_target()), args.draft or str(DEMO_DRAFT)
     check(

@@ -199,6 +199,8 @@ BAD = {
     "absent file": (["--prompts", "absent.jsonl"], "absent.jsonl: cannot be read"),
     "absent target": (["--prompt", "a", "--ckpt", "./absent"], "./absent"),
     "absent draft": (["--prompt", "a", "--draft", "./absent"], "./absent"),
+    "draft of nothing": (["--prompt", "a", "--draft", ""], "--draft: empty"),
+    "target of nothing": (["--prompt", "a", "--ckpt", ""], "--ckpt: empty"),
     "unknown flag": (["--prompt", "a", "--maxlength", "9"], "--maxlength"),
     "shortened flag": (["--prompt", "a", "--max-new", "9"], "--max-new"),
     "value left out": (["--prompt"], "--prompt"),
