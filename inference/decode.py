@@ -20,7 +20,7 @@ from dflash_jax.cache import Cache, empty
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.draft import Draft, adjust_logits
 from dflash_jax.parameters import Params
-from dflash_jax.sampling import Policy, choose
+from dflash_jax.sampling import Policy, choose, likeliest
 from dflash_jax.target import Target
 
 RUNNING, STOPPED, FULL = 0, 1, 2
@@ -205,7 +205,7 @@ def propose(
     embedded = _apply(Target(models.target), weights.target, block, method="embed")
     hidden = _apply(Draft(config), weights.draft, embedded, cache, start)
     logits = adjust_logits(config, _logits(models, weights, hidden[:, 1:]))
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return likeliest(logits)
 
 
 def commit(state: DecodeState, chosen: Int[Array, "b t"], count: Int[Array, "b"]) -> DecodeState:

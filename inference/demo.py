@@ -141,10 +141,10 @@ def sameness(drafted: Sequence[Generation], plain: Sequence[Generation]) -> str:
 def compare(drafted: Pace, plain: Pace) -> str:
     """Say in a line what the draft brought."""
     return (
-        f"{plain.tokens_per_second:.1f} tokens/s without the draft, {drafted.tokens_per_second:.1f} with it: "
-        f"speedup {drafted.tokens_per_second / plain.tokens_per_second:.2f}, "
-        f"acceptance length {drafted.acceptance_length:.2f}, "
-        f"a block costs {drafted.block_seconds / plain.block_seconds:.2f} plain tokens"
+        f"{plain.tokens_per_second:.1f} tokens/s without the draft, {drafted.tokens_per_second:.1f} with it, "
+        f"speedup {drafted.tokens_per_second / plain.tokens_per_second:.2f}: "
+        f"a block brings {drafted.acceptance_length:.2f} tokens (its acceptance length) "
+        f"and takes the time of {drafted.block_seconds / plain.block_seconds:.2f}."
     )
 
 

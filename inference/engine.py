@@ -1,8 +1,11 @@
 """The engine: token ids in, token ids out, over one set of weights and one device state."""
 
+import contextlib
 import dataclasses
+import reprlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +112,8 @@ class Engine:
         check(max_length >= 2, f"max_length: {max_length}; room for a prompt and an answer, 2 or more, is right")
         check(batch_size >= 1, f"batch_size: {batch_size}; 1 or more is right")
         if draft is not None:
-            check_pair(target.config, draft.config)
+            with _pair_named(target, draft):
+                check_pair(target.config, draft.config)
         self.config = target.config
         self.block_size = _block_size(draft, block_size)
         self.max_length = min(max_length, target.config.max_positions)
@@ -195,6 +199,8 @@ class Engine:
             UserError: naming the prompt by `name`.
         """
         rows = self.config.vocab_size
+        listed = isinstance(prompt, Sequence) and all(isinstance(i, Integral) for i in prompt)
+        check(listed, f"{name}: {reprlib.repr(prompt)}; a list of token ids is right")
         check(len(prompt) > 0, f"{name}: empty; at least one token is needed")
         for field, ids in ((name, prompt), ("stop_token_ids", sampling.stop_token_ids)):
             for i in ids:
@@ -316,6 +322,14 @@ class Engine:
 
     def _stops(self, sampling: SamplingConfig) -> list[int]:
         return sorted({*self.stop_token_ids, *sampling.stop_token_ids})
+
+
+@contextlib.contextmanager
+def _pair_named(target: LoadedTarget, draft: LoadedDraft) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{draft.source} is no draft for {target.source}: {error}") from error
 
 
 def _bytes(tree: object) -> int:

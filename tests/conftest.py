@@ -4,9 +4,15 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+from hypothesis import settings
 
 # A vector added to a matrix is usually a forgotten axis.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# The first example of a test may compile; how long that takes is the machine's business.
+settings.register_profile("compiled", deadline=None)
+settings.load_profile("compiled")
 
 
 @pytest.fixture
@@ -21,3 +27,10 @@ def float64() -> Iterator[None]:
     """Let jax make and keep float64 arrays."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs() -> Iterator[None]:
+    """Compiled programs of a module are of no use to the next, and take gigabytes together."""
+    yield
+    jax.clear_caches()

@@ -61,8 +61,8 @@ def test_the_comparison_adds_up_all_answers():
     drafted = [generation(range(7), [4, 2], 0.5), generation(range(5), [3, 1], 0.5)]
     plain = [generation(range(7), [1] * 6, 0.8), generation(range(5), [1] * 4, 0.7)]
     assert demo.compare(demo.Pace.of(drafted), demo.Pace.of(plain)) == (
-        "6.7 tokens/s without the draft, 10.0 with it: speedup 1.50, acceptance length 2.50, "
-        "a block costs 1.67 plain tokens"
+        "6.7 tokens/s without the draft, 10.0 with it, speedup 1.50: a block brings 2.50 tokens "
+        "(its acceptance length) and takes the time of 1.67."
     )
 
 

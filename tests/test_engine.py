@@ -267,8 +267,11 @@ def test_absurd_numbers_are_refused_by_name(options, named):
 
 def test_prompts_that_cannot_be_answered_are_refused_by_index(engine):
     sampling = SamplingConfig(max_new_tokens=20)
-    cases = {
+    cases: dict[str, Any] = {
         "prompt 1: empty": [],
+        "prompt 1: 'hello'; a list of token ids is right": "hello",
+        "prompt 1: 7; a list of token ids is right": 7,
+        "prompt 1: .'a'.; a list of token ids is right": ["a"],
         "prompt 1: token id 11 is outside": [0, 11],
         "prompt 1: token id -1 is outside": [-1],
         "prompt 1: 109 tokens and max_new_tokens 20 make 129": [0] * 109,

@@ -2,8 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dflash_jax.sampling import Policy, choose, filtered
+from dflash_jax.sampling import Policy, choose, filtered, likeliest
 
 LOGITS = jnp.log(jnp.asarray([0.10, 0.40, 0.05, 0.25, 0.20]))[None, None]
 
@@ -35,7 +37,8 @@ def law(**options):
         ({"top_p": 0.65}, {1: 0.4 / 0.65, 3: 0.25 / 0.65}),  # 0.4 + 0.25 reaches it exactly
         ({"top_p": 0.66}, {1: 0.470588, 3: 0.294118, 4: 0.235294}),  # the token that crosses is kept
         ({"top_p": 0.01}, {1: 1.0}),
-        ({"top_k": 3, "top_p": 0.5}, {1: 0.615385, 3: 0.384615}),  # top-p counts what top-k left: 0.47 + 0.29
+        ({"top_k": 3, "top_p": 0.5}, {1: 0.615385, 3: 0.384615}),
+        ({"top_k": 3, "top_p": 0.45}, {1: 1.0}),  # top-p counts what top-k left, of which token 1 is 0.47 and not 0.4
         ({"temperature": 0.5}, {1: 0.581818, 3: 0.227273, 4: 0.145455, 0: 0.036364, 2: 0.009091}),
         ({"temperature": 0.5, "top_p": 0.7}, {1: 0.719101, 3: 0.280899}),  # temperature comes first
     ],
@@ -44,6 +47,16 @@ def test_filters_leave_the_law_written_down(options, expected):
     found = law(**options)
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, abs=2e-6)
+
+
+@given(
+    values=st.lists(st.sampled_from([-jnp.inf, -1.5, 0.0, 2.0, 3.25]), min_size=6, max_size=6).filter(
+        lambda row: max(row) > -jnp.inf
+    )
+)
+def test_the_likeliest_is_the_first_of_the_highest(values):
+    logits = jnp.asarray(values).reshape(1, 2, 3)
+    assert likeliest(logits).tolist() == np.argmax(np.asarray(logits), axis=-1).tolist()
 
 
 def test_temperature_zero_is_the_argmax():
