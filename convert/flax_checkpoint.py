@@ -149,10 +149,10 @@ def _readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep orbax's notes on its own workings from the user."""
+    """Keep orbax's notes on its own workings from the user; a fault of its threads is raised as well as noted."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -198,6 +199,16 @@ def test_a_disk_without_room_is_the_users_fault(source, tmp_path, monkeypatch):
     message = refusal(to_flax, source, tmp_path / "made")
     assert message == f"{tmp_path}/made: cannot be written (RESOURCE_EXHAUSTED: no space left)"
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_tracebacks_that_orbax_logs_while_failing_stay_off_the_terminal(source, tmp_path, monkeypatch, caplog):
+    def save(*_: Any, **__: Any) -> None:
+        logging.getLogger("absl").error("Traceback of a thread")
+        raise ValueError("RESOURCE_EXHAUSTED: no space left")
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    refusal(to_flax, source, tmp_path / "made")
+    assert "Traceback" not in caplog.text
 
 
 def test_nothing_is_left_when_the_source_is_bad(source, tmp_path):
