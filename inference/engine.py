@@ -44,6 +44,9 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for field in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, field)
+            check(isinstance(value, Integral), f"{field}: {value!r}; a whole number is right")
         check(self.max_new_tokens >= 1, f"max_new_tokens: {self.max_new_tokens}; 1 or more is right")
         check(
             self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
@@ -93,7 +96,10 @@ class _Row:
 
 
 class Engine:
-    """Decodes with a target, and with a draft where there is one; the draft changes the speed and nothing else."""
+    """Decodes with a target, and with a draft where there is one; the draft changes the speed and nothing else.
+
+    One thread at a time: requests share the decoding state.
+    """
 
     def __init__(
         self,
@@ -179,6 +185,7 @@ class Engine:
         """
         for i, prompt in enumerate(prompts):
             self.check_prompt(prompt, sampling, f"prompt {i}")
+        self.warm_up(speculate)
         yield from self._serve(prompts, sampling, speculate, BLOCKS_A_LOOK_STREAMING if live else BLOCKS_A_LOOK)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingConfig, speculate: bool = True) -> Iterator[list[int]]:
@@ -221,10 +228,10 @@ class Engine:
         models = self._models(speculate)
         if models in self._warm:
             return
-        self._warm.add(models)
         once = SamplingConfig(max_new_tokens=2)
         for _ in self._serve([[0]], once, speculate, BLOCKS_A_LOOK):
             pass
+        self._warm.add(models)
 
     def held_bytes(self) -> tuple[int, int]:
         """Return the bytes that weights and decoding state take, by their sizes."""
@@ -238,7 +245,6 @@ class Engine:
         self, prompts: Iterable[Sequence[int]], sampling: SamplingConfig, speculate: bool, blocks: int
     ) -> Iterator[tuple[int, Generation]]:
         """Decode prompts through the batch, yielding (index, answer so far) at every look at the device."""
-        self.warm_up(speculate)
         models = self._models(speculate)
         waiting = enumerate(prompts)
         rows: dict[int, _Row] = {}

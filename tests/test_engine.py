@@ -253,6 +253,8 @@ def test_nothing_compiles_after_the_warm_up():
         ({"temperature": 1e9}, "temperature: 1000000000.0"),
         ({"temperature": float("nan")}, "temperature: nan"),
         ({"temperature": float("inf")}, "temperature: inf"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: 2.5; a whole number"),
+        ({"seed": "1"}, "seed: '1'; a whole number"),
         ({"top_p": 0.0}, "top_p: 0.0"),
         ({"top_p": 1.5}, "top_p: 1.5"),
         ({"top_k": -1}, "top_k: -1"),
