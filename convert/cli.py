@@ -1,9 +1,11 @@
 """What every command shares: one-line errors, exit statuses, and no traceback for what is no fault of ours."""
 
 import argparse
+import difflib
 import errno
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +24,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's complaint as a `UserError`, which `run` prints."""
-        raise UserError(f"{message}; `{self.prog} --help` shows what is right")
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
+        hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` shows what is right"
+        raise UserError(f"{message}; {hint}")
 
 
 def run(main: Callable[[Sequence[str]], None]) -> NoReturn:

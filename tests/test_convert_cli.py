@@ -80,7 +80,7 @@ def test_wrong_arguments_are_one_line_and_status_2():
         ([], "arguments are required: COMMAND"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["inspect", "a", "b"], "unrecognized arguments: b"),
-        (["inspect", "a", "--js"], "unrecognized arguments: --js"),
+        (["inspect", "a", "--js"], "unrecognized arguments: --js; did you mean --json?"),
         (["to-flax", "a", "b", "--dtype"], "argument --dtype: expected one argument"),
         (["to-flax", "a", "no-such-directory-here/b", "--dtype", "int4"], "--dtype int4: not supported; keep, float32"),
     ],
