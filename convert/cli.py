@@ -25,9 +25,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the parser's complaint as a `UserError`, which `run` prints."""
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        near = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
+        near = difflib.get_close_matches(unknown[1], self._flags(), n=1) if unknown else []
         hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` shows what is right"
         raise UserError(f"{message}; {hint}")
+
+    def _flags(self) -> list[str]:
+        commands = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers = [self, *(parser for choices in commands for parser in choices.values())]
+        return [flag for parser in parsers for flag in parser._option_string_actions]
 
 
 def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
