@@ -1,17 +1,23 @@
+import dataclasses
 import itertools
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from convert import LoadedDraft, LoadedTarget
+from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError
 from inference import decode
-from inference.engine import SamplingConfig
-from tests import tiny
+from inference.engine import Engine, SamplingConfig
+from tests import tiny, torch_models
 
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+PROMPT = [7, 9, 8, 4, 0, 5, 7, 1]  # greedily answered by nine different tokens, in blocks of one to six
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +168,12 @@ def test_a_stop_as_the_first_token_ends_the_answer_without_a_block(engine, long_
 
 
 def test_the_checkpoints_stops_and_the_users_are_all_stops(long_answer):
-    engine = tiny.engine(stop_token_ids=(long_answer[9],))
-    first = min(long_answer.index(long_answer[9]), long_answer.index(long_answer[4]))
-    answer = engine.generate([PROMPT], SamplingConfig(max_new_tokens=60, stop_token_ids=(long_answer[4],)))[0]
-    assert answer.token_ids == long_answer[: first + 1]
+    early, own, late = list(dict.fromkeys(long_answer))[1:4]  # by their first places in the answer
+    engine = tiny.engine(stop_token_ids=(own,))
+    for users, first in (((), own), ((late,), own), ((early,), early), ((own,), own)):
+        answer = engine.generate([PROMPT], SamplingConfig(max_new_tokens=60, stop_token_ids=users))[0]
+        assert answer.token_ids == long_answer[: long_answer.index(first) + 1]
+        assert answer.finish_reason == "stop"
 
 
 def test_the_mask_token_means_nothing_in_an_answer(engine):
@@ -192,6 +200,64 @@ def test_a_stream_is_the_answer_in_pieces(engine, long_answer):
     pieces = list(engine.stream(PROMPT, SamplingConfig(max_new_tokens=60)))
     assert list(itertools.chain(*pieces)) == long_answer
     assert len(pieces) > 5
+
+
+def test_a_stream_ends_with_the_stop_wherever_in_a_block_it_falls(engine, long_answer):
+    for stop in set(long_answer):
+        pieces = engine.stream(PROMPT, SamplingConfig(max_new_tokens=60, stop_token_ids=(stop,)))
+        assert list(itertools.chain(*pieces)) == long_answer[: long_answer.index(stop) + 1]
+
+
+@pytest.fixture
+def one_torch_thread():
+    """Products this small are slower where threads wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the reference calls what transformers has renamed
+def test_blocks_of_a_random_pair_are_those_of_the_published_reference(monkeypatch):
+    reference = pytest.importorskip("dflash.model", reason="the published reference (PyPI dflash) is not installed")
+    monkeypatch.setattr(reference, "_cuda_time", time.perf_counter)  # its clock asks for CUDA
+    hf_target, hf_draft, engine = random_pair(reference)
+    seen = set()
+    for prompt in [*tiny.prompts(3), tiny.prompts(1, seed=7)[0] * 128]:
+        ids = [token % 5 for token in prompt[:90]]  # the last is more than a chunk
+        ours = engine.generate([ids], SamplingConfig(max_new_tokens=24))[0]
+        theirs = reference.dflash_generate(hf_draft, hf_target, torch.tensor([ids]), 24, None, return_stats=True)
+        assert ours.token_ids == theirs.output_ids[0, len(ids) :].tolist()
+        # Blocks that start less than a block before the cap, the reference shortens.
+        starts = itertools.accumulate(theirs.acceptance_lengths, initial=1)
+        whole = sum(start + 5 <= 24 for start in starts)
+        assert ours.emitted_per_block[:whole] == theirs.acceptance_lengths[:whole]
+        seen |= set(ours.emitted_per_block[:whole])
+    assert {1, 2} < seen
+
+
+def random_pair(reference: Any) -> tuple[Any, Any, Engine]:
+    """A target and a draft of five tokens, which often agree, as torch modules and in an engine."""
+    sizes = torch_models.SIZES | {"vocab_size": 5, "use_sliding_window": True, "sliding_window": 6}
+    target_config = Qwen3Config(**sizes, max_window_layers=3)
+    draft_config = Qwen3Config(
+        **sizes,
+        max_window_layers=1,
+        block_size=5,
+        num_target_layers=3,
+        dflash_config={"mask_token_id": 4, "target_layer_ids": [1, 0]},
+    )
+    target, draft = Qwen3ForCausalLM(target_config).eval(), reference.DFlashDraftModel(draft_config).eval()
+    for seed, model in enumerate((target, draft)):
+        torch_models.randomise(model, seed)
+    read_target = TargetConfig.from_hf(torch_models.hf_dict(target_config, "Qwen3ForCausalLM"))
+    read_draft = DraftConfig.from_hf(torch_models.hf_dict(draft_config, "DFlashDraftModel"))
+    loaded_target = LoadedTarget(
+        config=read_target, params=torch_models.params_of(target), stop_token_ids=(), source=""
+    )
+    loaded_draft = LoadedDraft(config=read_draft, params=torch_models.params_of(draft), source="")
+    return target, draft, Engine(loaded_target, loaded_draft, max_length=128)
 
 
 def test_accepted_drafts_are_told_apart(engine):
@@ -293,8 +359,10 @@ def test_too_many_stops_are_refused():
         engine.generate([[1]], SamplingConfig(max_new_tokens=2, stop_token_ids=tuple(range(33))))
 
 
-def test_sizes_that_make_no_sense_are_refused():
+def test_pairs_and_sizes_that_make_no_sense_are_refused():
+    untappable = dataclasses.replace(tiny.DRAFT, target_layer_ids=(0, 3))
     for options, message in (
+        ({"draft": untappable}, "target_layer_ids: 3 cannot be tapped"),
         ({"block_size": 1}, "block_size: 1"),
         ({"max_length": 1}, "max_length: 1"),
         ({"batch_size": 0}, "batch_size: 0"),

@@ -39,10 +39,13 @@ DRAFT = DraftConfig(
 
 def params(config: TargetConfig | DraftConfig, seed: int, dtype: Any = jnp.float32) -> parameters.Params:
     """Random parameters with logits far enough apart that ties are rare."""
-    tree = parameters.init(config, jax.random.key(seed))
+    tree = _init(config, jax.random.key(seed))
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf * (20 if leaf.ndim == 2 and leaf.std() < 0.03 else 1), dtype), tree
     )
+
+
+_init = jax.jit(parameters.init, static_argnums=0)
 
 
 def engine(
