@@ -171,12 +171,23 @@ def _parser() -> cli.Parser:
     )
     models = parser.add_argument_group("models (a Flax checkpoint, a Hugging Face directory or a hub id)")
     models.add_argument("--ckpt", metavar="T", help="the target; may be a .gguf file, too (default: the demo's)")
-    models.add_argument("--draft", metavar="D", help="its draft (without one: one token a pass)")
-    models.add_argument("--block-size", type=_whole(2), metavar="B", help="tokens a block (default: the draft's)")
+    models.add_argument(
+        "--draft", metavar="D", help="its draft; without one, decoding is plain (default: none, or the demo's)"
+    )
+    models.add_argument(
+        "--block-size",
+        type=_whole(2),
+        metavar="B",
+        help="tokens that a pass of the target checks (default: the draft's)",
+    )
     models.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default: %(default)s)")
     models.add_argument("--batch-size", type=_whole(1), default=1, metavar="N", help="answers at a time (default: 1)")
     models.add_argument(
-        "--max-length", type=_whole(2), default=2048, metavar="N", help="most tokens of a prompt and its answer (2048)"
+        "--max-length",
+        type=_whole(2),
+        default=2048,
+        metavar="N",
+        help="most tokens of a prompt and its answer (default: 2048)",
     )
     source = parser.add_argument_group("prompts (one of the three)")
     source.add_argument("--prompt", metavar="TEXT", help="a prompt")
@@ -184,7 +195,10 @@ def _parser() -> cli.Parser:
     source.add_argument("stdin", nargs="?", metavar="-", help="read a prompt from standard input")
     source.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
     source.add_argument(
-        "--thinking", action=argparse.BooleanOptionalAction, default=False, help="let a model think first that can"
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="let a model think first that can (default: no)",
     )
     answer = parser.add_argument_group("answers")
     answer.add_argument("--max-new-tokens", type=_whole(1), default=256, metavar="N", help="at most (default: 256)")
