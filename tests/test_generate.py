@@ -96,7 +96,7 @@ def test_an_answer_that_its_first_token_ends_has_no_blocks(answers):
 
 @pytest.mark.parametrize("place", range(1, 12))
 def test_a_stop_inside_or_after_a_block_ends_the_answer_there(answers, draft, place):
-    # Fault 27: also where the stop is an accepted draft (the 5th token) or the target's own after one.
+    # Also where the stop is an accepted draft (the 5th token) or the target's own after one.
     (answer,) = answers("--prompt", "hi", "--draft", draft, "--stop", pair.ANSWER_IDS[place])
     assert answer["token_ids"] == pair.ANSWER_IDS[: place + 1]
     assert answer["finish_reason"] == "stop"

@@ -172,7 +172,7 @@ def test_qwen3_does_not_think_unless_asked(qwen3):
 
 
 def test_qwen3_second_turns_do_not_repeat_the_thoughts_of_the_first(qwen3):
-    # Fault 12: what came before the last question is rendered as the template renders it, thoughts left out.
+    # What came before the last question is rendered as the template renders it, thoughts left out.
     chat = [
         {"role": "user", "content": "1 + 1?"},
         {"role": "assistant", "content": "<think>\neasy\n</think>\n\n2"},
