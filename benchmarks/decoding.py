@@ -26,9 +26,8 @@ def main(argv: Sequence[str]) -> None:
             drafted += engine.generate([prompt], sampling)
             plain += engine.generate([prompt], sampling, speculate=False)
         block, token = Pace.of(drafted), Pace.of(plain)
-        print(
-            f"--max-length {max_length}: block {1e3 * block.block_seconds:.1f} ms, token {1e3 * token.block_seconds:.1f} ms"
-        )
+        times = f"block {1e3 * block.block_seconds:.1f} ms, token {1e3 * token.block_seconds:.1f} ms"
+        print(f"--max-length {max_length}: {times}")
         print(f"  {compare(block, token)}")
 
 
