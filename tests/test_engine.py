@@ -76,6 +76,7 @@ def test_speculation_in_bfloat16_differs_only_where_rounding_explains_it():
 def test_speculation_changes_no_sampled_token(engine):
     # The same random numbers judge the same positions, so even the samples are equal.
     prompts = tiny.prompts(20)
+    greedy = engine.generate(prompts, SamplingConfig(30))
     for sampling in (
         SamplingConfig(30, temperature=1.0, seed=3),
         SamplingConfig(30, temperature=0.7, top_k=4, top_p=0.8),
@@ -83,6 +84,7 @@ def test_speculation_changes_no_sampled_token(engine):
         drafted = engine.generate(prompts, sampling)
         plain = engine.generate(prompts, sampling, speculate=False)
         assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
+        assert sum(a.token_ids == b.token_ids for a, b in zip(plain, greedy, strict=True)) < 5
 
 
 @pytest.mark.parametrize("block_size", [2, 5, 16])
