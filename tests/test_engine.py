@@ -14,6 +14,7 @@ from convert import LoadedDraft, LoadedTarget
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError
 from inference import decode
+from inference.demo import first_difference
 from inference.engine import Engine, SamplingConfig
 from tests import tiny, torch_models
 
@@ -64,7 +65,7 @@ def test_speculation_in_bfloat16_differs_only_where_rounding_explains_it():
     plain = engine.generate(prompts, sampling, speculate=False)
     differing = 0
     for prompt, one, other in zip(prompts, drafted, plain, strict=True):
-        at = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if a != b), None)
+        at = first_difference(one.token_ids, other.token_ids)
         if at is not None:
             differing += 1
             logits = tiny.following_logits(engine._weights.target, prompt + one.token_ids[:at])

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import load_tokenizer
-from inference.demo import DEMO_DRAFT, find_demo_target
+from inference.demo import DEMO_DRAFT, find_demo_target, first_difference
 from inference.engine import Engine, Generation, SamplingConfig
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
@@ -52,13 +52,13 @@ def test_two_hundred_answers_are_the_targets_own(engine, torch_target, prompts):
     plain = [g.token_ids for g in engine.generate(prompts, sampling, speculate=False)]
     theirs = transformers_greedy(torch_target, prompts, engine.stop_token_ids)
     ties = [
-        (i, name, *first_difference(torch_target, prompts[i], drafted[i], answers[i]))
+        (i, name, at, margin(torch_target, prompts[i] + drafted[i][:at]))
         for name, answers in (("plain decoding", plain), ("transformers", theirs))
         for i in range(len(prompts))
-        if drafted[i] != answers[i]
+        if (at := first_difference(drafted[i], answers[i])) is not None
     ]
     print(f"{sum(map(len, drafted))} tokens of {len(prompts)} answers; ties (prompt, against, token, margin): {ties}")
-    assert all(margin < TIE for *_, margin in ties)
+    assert all(gap < TIE for *_, gap in ties)
     assert len(ties) <= 2 * len(prompts) * NEW_TOKENS / 1000
 
 
@@ -107,9 +107,8 @@ def until_stop(tokens: list[int], stops: tuple[int, ...]) -> list[int]:
     return tokens[: ends[0]] if ends else tokens
 
 
-def first_difference(model: Any, prompt: list[int], one: list[int], other: list[int]) -> tuple[int, float]:
-    """Where two answers part, and by how much the target prefers its first choice there."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def margin(model: Any, text: list[int]) -> float:
+    """By how much the target prefers the likeliest token after a text."""
     with torch.inference_mode():
-        top = model(torch.tensor([prompt + one[:at]])).logits[0, -1].topk(2).values
-    return at, float(top[0] - top[1])
+        top = model(torch.tensor([text])).logits[0, -1].topk(2).values
+    return float(top[0] - top[1])
