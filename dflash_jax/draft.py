@@ -8,7 +8,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import masks
-from dflash_jax.attention import CosSin, Segment
+from dflash_jax.attention import Buffer, CosSin, Segment
 from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import DraftConfig
 from dflash_jax.decoder_layer import DecoderLayer
@@ -28,8 +28,8 @@ class DraftLayer(DecoderLayer):
         queries = self.attention.queries(normed, cos_sin)
         before = masks.context(self.layer, start, t, context.keys.shape[2])
         within = masks.block(self.layer, t)
-        segments = [
-            Segment(context.keys, context.values, before),
+        segments: list[Segment | Buffer] = [
+            Buffer(context.keys, context.values, before, start.max()),
             Segment(*self.attention.keys_values(normed, cos_sin), within),
         ]
         x = x + self.attention.output(queries, segments)

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import masks
-from dflash_jax.attention import CosSin, Segment
+from dflash_jax.attention import Buffer, CosSin
 from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoder_layer import DecoderLayer
@@ -28,7 +28,8 @@ class TargetLayer(DecoderLayer):
         queries = self.attention.queries(normed, cos_sin)
         cache = write(cache, *self.attention.keys_values(normed, cos_sin), start)
         seen = masks.cached(self.layer, start, x.shape[1], cache.keys.shape[2])
-        x = x + self.attention.output(queries, [Segment(cache.keys, cache.values, seen)])
+        filled = start.max() + x.shape[1]
+        x = x + self.attention.output(queries, [Buffer(cache.keys, cache.values, seen, filled)])
         return x + self.mlp(self.mlp_norm(x)), cache
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convert import LoadedDraft, LoadedTarget, load_draft, load_target
+from dflash_jax.attention import PIECE
 from dflash_jax.config import check_pair
 from dflash_jax.errors import UserError, check
 from dflash_jax.sampling import Policy
@@ -323,6 +324,7 @@ class Engine:
     def _empty_state(self) -> decode.DecodeState:
         # A block, or a whole chunk, may be written at the last position (law 9).
         rows = self.max_length + max(self.block_size, self._chunk)
+        rows = -(-rows // PIECE) * PIECE  # attention reads whole pieces
         dtype = jax.tree.leaves(self._weights.target)[0].dtype
         return decode.empty_state(self._speculative, self._batch_size, rows, jnp.dtype(dtype))
 

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.attention import Segment, attend
+from dflash_jax.attention import PIECE, Buffer, Segment, attend
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -48,6 +48,43 @@ def test_hidden_keys_change_nothing():
     rubbish = jnp.where(jnp.arange(5)[None, None, :, None] < 3, 0.0, 1e30)
     expected = attend(queries, [Segment(keys, values, visible)])
     np.testing.assert_array_equal(attend(queries, [Segment(keys + rubbish, values + rubbish, visible)]), expected)
+
+
+@pytest.mark.parametrize("filled", [1, PIECE, PIECE + 1, 2 * PIECE + 7])
+def test_a_buffer_is_read_only_as_far_as_it_is_filled(filled):
+    rows = 4 * PIECE
+    queries, keys, values = random(2, 4, 3, 8), random(2, 2, rows, 8, seed=1), random(2, 2, rows, 8, seed=2)
+    visible = random(2, 3, rows, seed=3) > 0
+    visible[..., 0] = True
+    visible[..., filled:] = False
+    read = -(-filled // PIECE) * PIECE
+    keys[:, :, read:] = np.nan
+    buffer = Buffer(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(visible), jnp.asarray(filled, jnp.int32))
+    within = [jnp.asarray(random(2, 2, 3, 8, seed=seed)) for seed in (4, 5)]
+    block = Segment(within[0], within[1], jnp.ones((1, 3, 3), bool))
+    ours = attend(jnp.asarray(queries), [buffer, block])
+    all_keys = np.concatenate([keys[:, :, :read], within[0]], axis=2)
+    all_values = np.concatenate([values[:, :, :read], within[1]], axis=2)
+    seen = np.concatenate([visible[..., :read], np.ones((2, 3, 3), bool)], axis=2)
+    np.testing.assert_allclose(ours, dense(queries, all_keys, all_values, seen), atol=1e-6)
+
+
+def test_how_far_neighbours_are_filled_changes_not_a_bit():
+    queries, keys, values = (jnp.asarray(random(1, 2, rows, 4, seed=rows)) for rows in (3, 4 * PIECE, 4 * PIECE))
+    visible = jnp.broadcast_to(jnp.arange(4 * PIECE) < 9, (1, 3, 4 * PIECE))
+    alone, *beside = (
+        attend(queries, [Buffer(keys, values, visible, jnp.asarray(filled, jnp.int32))]) for filled in (9, 300, 1000)
+    )
+    for other in beside:
+        np.testing.assert_array_equal(alone, other)
+
+
+def test_keys_that_come_after_hidden_ones_only_still_count():
+    queries, keys, values = random(1, 2, 2, 4), random(1, 2, 3 * PIECE, 4, seed=1), random(1, 2, 3 * PIECE, 4, seed=2)
+    visible = np.broadcast_to(np.arange(3 * PIECE) >= 2 * PIECE + 5, (1, 2, 3 * PIECE))
+    filled = jnp.asarray(3 * PIECE, jnp.int32)
+    buffer = Buffer(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(visible), filled)
+    np.testing.assert_allclose(attend(jnp.asarray(queries), [buffer]), dense(queries, keys, values, visible), atol=1e-6)
 
 
 def test_the_softmax_of_bfloat16_heads_runs_in_float32():

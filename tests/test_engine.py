@@ -345,7 +345,7 @@ def test_prompts_that_cannot_be_answered_are_refused_by_index(engine):
         "prompt 1: .'a'.; a list of token ids is right": ["a"],
         "prompt 1: token id 11 is outside": [0, 11],
         "prompt 1: token id -1 is outside": [-1],
-        "prompt 1: 109 tokens and max_new_tokens 20 make 129": [0] * 109,
+        "prompt 1: 173 tokens and max_new_tokens 20 make 193": [0] * 173,
     }
     for message, prompt in cases.items():
         with pytest.raises(UserError, match=message):
@@ -387,9 +387,9 @@ def test_without_a_draft_a_block_is_one_token(long_answer):
     assert engine._state.draft == ()
 
 
-def test_buffers_have_room_for_a_block_and_a_chunk_past_the_cap():
-    engine = tiny.engine(max_length=100, block_size=90)
-    assert engine._empty_state().tokens.shape == (1, 190)
-    engine = tiny.engine(max_length=100)
-    assert engine._empty_state().target[0].keys.shape[2] == 100 + engine._chunk
+def test_buffers_have_room_for_a_block_and_a_chunk_past_the_cap_in_whole_pieces():
+    engine = tiny.engine(max_length=200, block_size=90)
+    assert engine._empty_state().tokens.shape == (1, 512)
+    engine = tiny.engine(max_length=192)
+    assert engine._empty_state().target[0].keys.shape[2] == 192 + engine._chunk == 256
     assert decode.MAX_STOPS == 32

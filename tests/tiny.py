@@ -56,10 +56,10 @@ def engine(
     stop_token_ids: tuple[int, ...] = (),
     **options: Any,
 ) -> Engine:
-    """A pair of random models; the same every time."""
+    """A pair of random models; the same every time. The buffers end just where a last chunk may."""
     loaded = LoadedTarget(config=target, params=params(target, 0, dtype), stop_token_ids=stop_token_ids, source="tiny")
     paired = LoadedDraft(config=draft, params=params(draft, 1, dtype), source="tiny") if draft else None
-    return Engine(loaded, paired, **{"max_length": 128} | options)
+    return Engine(loaded, paired, **{"max_length": 192} | options)
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
