@@ -151,6 +151,6 @@ def _row_format(name: str, shape: Shape, number: int, start: int) -> tuple[GGMLQ
     block, block_bytes = GGML_QUANT_SIZES[kind]
     check(
         len(shape) > 0 and shape[-1] % block == 0,
-        f"corrupt: tensor {name} has rows of {shape[-1:]} elements in {kind.name} blocks of {block}",
+        f"corrupt: tensor {name} has shape {shape}, whose rows are no whole {kind.name} blocks of {block}",
     )
     return kind, start, shape[-1] // block * block_bytes

@@ -1,7 +1,10 @@
 """The engine: token ids in, token ids out, over one set of weights and one device state."""
 
+import collections
 import contextlib
 import dataclasses
+import hashlib
+import itertools
 import reprlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,6 +87,28 @@ class Generation:
         """Tokens after the first over the seconds of decoding; None where there are none."""
         after_first = len(self.token_ids) - 1
         return after_first / self.decode_seconds if after_first else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """A prompt that waits for a row: its place among the answers, and the number that its random keys are made of."""
+
+    index: int
+    number: int
+    tokens: Sequence[int]
+
+
+def _numbered(prompts: Iterable[Sequence[int]]) -> Iterator[_Prompt]:
+    """Give prompts numbers by what they say, not by where they stand, so that neighbours change no sample (law 10).
+
+    The same prompt gets another number each time it comes.
+    """
+    told: collections.Counter[bytes] = collections.Counter()
+    for index, prompt in enumerate(prompts):
+        digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=8).digest()
+        number = hashlib.blake2b(digest + told[digest].to_bytes(8, "little"), digest_size=4).digest()
+        told[digest] += 1
+        yield _Prompt(index, int.from_bytes(number, "little"), prompt)
 
 
 @dataclasses.dataclass
@@ -174,12 +199,25 @@ class Engine:
         return [latest[i] for i in range(len(prompts))]
 
     def serve(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, speculate: bool = True, *, live: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        speculate: bool = True,
+        *,
+        live: bool = False,
+        skip: int = 0,
     ) -> Iterator[tuple[int, Generation]]:
         """Answer every prompt, yielding (index, answer so far) at every look at the device.
 
-        An answer's last one has a finish reason. Answers of a batch mix; those beyond the batch wait for a row.
-        `live` looks every few blocks, for someone who reads along.
+        An answer's last one has a finish reason. Answers of a batch mix; those beyond the batch wait for a row, and
+        the first that waits takes the place of the first that ends.
+
+        Args:
+            prompts: token ids, one list a prompt.
+            sampling: what is asked of every answer.
+            speculate: as in `generate`.
+            live: look every few blocks, for someone who reads along.
+            skip: how many prompts, from the first on, have their answers already.
 
         Raises:
             UserError: as `generate`.
@@ -187,7 +225,8 @@ class Engine:
         for i, prompt in enumerate(prompts):
             self.check_prompt(prompt, sampling, f"prompt {i}")
         self.warm_up(speculate)
-        yield from self._serve(prompts, sampling, speculate, BLOCKS_A_LOOK_STREAMING if live else BLOCKS_A_LOOK)
+        waiting = itertools.islice(_numbered(prompts), skip, None)
+        yield from self._serve(waiting, sampling, speculate, BLOCKS_A_LOOK_STREAMING if live else BLOCKS_A_LOOK)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingConfig, speculate: bool = True) -> Iterator[list[int]]:
         """Answer one prompt, yielding lists of new token ids every few accepted blocks.
@@ -230,7 +269,7 @@ class Engine:
         if models in self._warm:
             return
         once = SamplingConfig(max_new_tokens=2)
-        for _ in self._serve([[0]], once, speculate, BLOCKS_A_LOOK):
+        for _ in self._serve(_numbered([[0]]), once, speculate, BLOCKS_A_LOOK):
             pass
         self._warm.add(models)
 
@@ -243,17 +282,16 @@ class Engine:
         return self._speculative if speculate else self._plain
 
     def _serve(
-        self, prompts: Iterable[Sequence[int]], sampling: SamplingConfig, speculate: bool, blocks: int
+        self, waiting: Iterator[_Prompt], sampling: SamplingConfig, speculate: bool, blocks: int
     ) -> Iterator[tuple[int, Generation]]:
         """Decode prompts through the batch, yielding (index, answer so far) at every look at the device."""
         models = self._models(speculate)
-        waiting = enumerate(prompts)
         rows: dict[int, _Row] = {}
         state, self._state = self._state or self._empty_state(), None  # an abandoned answer leaves no state behind
         while True:
             for place in range(self._batch_size):
-                if place not in rows and (request := next(waiting, None)) is not None:
-                    state, rows[place] = self._admit(models, state, place, *request, sampling)
+                if place not in rows and (prompt := next(waiting, None)) is not None:
+                    state, rows[place] = self._admit(models, state, place, prompt, sampling)
             if not rows:
                 break
             state = decode.decode(models, self._weights, state, _device(blocks, np.int32))
@@ -268,25 +306,25 @@ class Engine:
         models: decode.Models,
         state: decode.DecodeState,
         place: int,
-        index: int,
-        prompt: Sequence[int],
+        prompt: _Prompt,
         sampling: SamplingConfig,
     ) -> tuple[decode.DecodeState, _Row]:
         began = time.perf_counter()
-        length = len(prompt)
+        length = len(prompt.tokens)
         padded = np.zeros((1, -(-length // self._chunk) * self._chunk), np.int32)
-        padded[0, :length] = prompt
+        padded[0, :length] = prompt.tokens
         row, end = _device(place, np.int32), _device(length - 1, np.int32)
         for start in range(0, length, self._chunk):
             chunk = _device(padded[:, start : start + self._chunk], np.int32)
             at = _device(start, np.int32)
             state, hidden = decode.prefill(models, self._weights, state, row, chunk, at, end)
-        state = decode.admit(models, self._weights, state, row, hidden, self._request(length, index, sampling))
+        asked = self._asked(length, prompt.number, sampling)
+        state = decode.admit(models, self._weights, state, row, hidden, asked)
         state.finish.block_until_ready()
         now = time.perf_counter()
-        return state, _Row(index, length, now - began, now)
+        return state, _Row(prompt.index, length, now - began, now)
 
-    def _request(self, prompt_length: int, index: int, sampling: SamplingConfig) -> decode.Request:
+    def _asked(self, prompt_length: int, number: int, sampling: SamplingConfig) -> decode.Request:
         stops = np.full(decode.MAX_STOPS, -1, np.int32)
         union = self._stops(sampling)
         stops[: len(union)] = union
@@ -299,7 +337,7 @@ class Engine:
                 top_k=_device([sampling.top_k], np.int32),
                 top_p=_device([sampling.top_p], np.float32),
                 seed=_device([sampling.seed], np.uint32),
-                request=_device([index], np.uint32),
+                request=_device([number], np.uint32),
             ),
         )
 

@@ -1,9 +1,9 @@
 """Answer prompts with a target, sped up by a draft: `python -m inference.generate --help`."""
 
 import argparse
+import array
 import contextlib
 import io
-import json
 import os
 import re
 import sys
@@ -18,12 +18,11 @@ from convert.load import target_config
 from convert.sources import Source, open_source
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import UserError, check
-from inference import prompts
+from inference import prompts, results
 from inference.demo import DEMO_DRAFT, find_demo_target
 from inference.display import LEGEND, AnswerWriter, has_colours, silence_libraries, summary, tell
 from inference.engine import Engine, Generation, SamplingConfig
 from inference.prompts import Prompt
-from inference.text import text_of
 
 EXAMPLE = """\
 example:
@@ -45,6 +44,8 @@ FLAGS = {
     "max_length": "--max-length",
 }
 DTYPES = ("float32", "bfloat16")
+# Of the settings in a result, those that change its tokens, and its dtype.
+SETTINGS = ("temperature", "top_p", "top_k", "seed", "thinking", "dtype")
 FIELDS = re.compile(rf"\b({'|'.join(FLAGS)})\b")
 
 
@@ -59,27 +60,39 @@ def main(argv: Sequence[str]) -> None:
     sampling = _sampling(args)
     asked = _read_prompts(args)
     ckpt, draft = _checkpoints(args)
-    with _memory_named():
+    with _memory_named(), _output(args) as file:
         source = open_source(ckpt)
         _check_memory(args, target_config(source))
         tokenizer = _tokenizer(args, source, asked)
-        encoded = [prompts.encode(prompt, tokenizer, raw=args.raw, thinking=args.thinking) for prompt in asked]
+        names = [prompt.where for prompt in asked]
+        encoded = [_encoded(args, asked.pop(0), tokenizer) for _ in names]
+        settings = {name: getattr(args, name) for name in SETTINGS}
+        done = file.keep([len(ids) for ids in encoded], sampling.max_new_tokens, settings) if file else 0
+        if done == len(encoded):
+            return tell(f"all {done} answers are there already")
         engine = _engine(args, ckpt, draft)
-        for prompt, ids in zip(asked, encoded, strict=True):
-            with flags_named(prompt.where):
-                engine.check_prompt(ids, sampling, prompt.where)
+        for name, ids in zip(names, encoded, strict=True):
+            with flags_named(name):
+                engine.check_prompt(ids, sampling, name)
         tell("compiling")
         engine.warm_up()
-        output: _Json | _Text = _Text(tokenizer, [prompt.where for prompt in asked], colours=draft is not None)
-        if args.json:
-            output = _Json(args, tokenizer, engine.block_size, [len(ids) for ids in encoded])
-        for index, generation in in_order(engine.serve(encoded, sampling, live=not args.json)):
-            output.show(index, generation)
+        answers = in_order(engine.serve(encoded, sampling, live=not (args.json or file), skip=done), done)
+        if not (args.json or file):
+            return _show(answers, tokenizer, names, colours=draft is not None)
+        settings = {"block_size": engine.block_size, **settings}
+        records = (
+            results.record(generation, tokenizer, len(encoded[index]), settings)
+            for index, generation in answers
+            if generation.finish_reason
+        )
+        write = file.write if file else results.print_line
+        for record in progress.show(records, len(encoded) - done, "answering") if file else records:
+            write(record)
+    return None
 
 
-def in_order(answers: Iterable[tuple[int, Generation]]) -> Iterator[tuple[int, Generation]]:
-    """Hold back what comes of later answers until those before them are done."""
-    turn = 0
+def in_order(answers: Iterable[tuple[int, Generation]], turn: int = 0) -> Iterator[tuple[int, Generation]]:
+    """Hold back what comes of later answers until those before them, from number `turn` on, are done."""
     latest: dict[int, Generation] = {}
     for index, generation in answers:
         latest[index] = generation
@@ -108,59 +121,24 @@ def flags_named(where: str = "") -> Iterator[None]:
         raise UserError(place + FIELDS.sub(lambda name: FLAGS[name[0]], message.removeprefix(place))) from error
 
 
-class _Text:
-    """Plain answers to standard output, and a line on each to standard error."""
-
-    def __init__(self, tokenizer: Any, names: list[str], *, colours: bool) -> None:
-        self._tokenizer = tokenizer
-        self._names = names
-        # A console that cannot show a character must not end the answer.
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
-        self._colours = colours and has_colours(sys.stdout)
-        self._writer: AnswerWriter | None = None
-
-    def show(self, index: int, generation: Generation) -> None:
-        """Write what is new in the answer whose turn it is."""
-        if self._writer is None:
-            if self._colours and index == 0:
-                print(LEGEND)
-            if len(self._names) > 1:
-                tell(f"{self._names[index]}:")
-            self._writer = AnswerWriter(self._tokenizer, sys.stdout, colours=self._colours)
-        self._writer.show(generation)
+def _show(answers: Iterable[tuple[int, Generation]], tokenizer: Any, names: Sequence[str], *, colours: bool) -> None:
+    """Write plain answers to standard output as they grow, and a line on each to standard error."""
+    # A console that cannot show a character must not end the answer.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    colours = colours and has_colours(sys.stdout)
+    if colours:
+        print(LEGEND)
+    writer: AnswerWriter | None = None
+    for index, generation in answers:
+        if writer is None:
+            if len(names) > 1:
+                tell(f"{names[index]}:")
+            writer = AnswerWriter(tokenizer, sys.stdout, colours=colours)
+        writer.show(generation)
         if generation.finish_reason:
             tell(summary(generation))
-            self._writer = None
-
-
-class _Json:
-    """One object a prompt, in a line, as soon as its turn comes."""
-
-    def __init__(self, args: argparse.Namespace, tokenizer: Any, block_size: int, prompt_lengths: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._prompt_lengths = prompt_lengths
-        self._settings = {"block_size": block_size} | {
-            name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "seed", "thinking", "dtype")
-        }
-
-    def show(self, index: int, generation: Generation) -> None:
-        """Write the answer once it is whole."""
-        if generation.finish_reason is None:
-            return
-        record = {
-            "text": None if self._tokenizer is None else text_of(generation, self._tokenizer),
-            "token_ids": generation.token_ids,
-            "prompt_tokens": self._prompt_lengths[index],
-            "new_tokens": len(generation.token_ids),
-            "finish_reason": generation.finish_reason,
-            "emitted_per_block": generation.emitted_per_block,
-            "acceptance_length": generation.acceptance_length,
-            "prefill_seconds": generation.prefill_seconds,
-            "decode_seconds": generation.decode_seconds,
-            "tokens_per_second": generation.tokens_per_second,
-        }
-        print(json.dumps(record | self._settings), flush=True)
+            writer = None
 
 
 def _parser() -> cli.Parser:
@@ -211,7 +189,10 @@ def _parser() -> cli.Parser:
     answer.add_argument(
         "--stop", type=int, nargs="+", action="extend", default=[], metavar="TOKEN_ID", help="also ends an answer"
     )
-    answer.add_argument("--json", action="store_true", help="write one JSON object a prompt")
+    output = parser.add_argument_group("output (default: text as it comes)")
+    output.add_argument("--json", action="store_true", help="write one JSON object a prompt")
+    output.add_argument("--output", metavar="FILE.jsonl", help="write the objects into a file, each when it is done")
+    output.add_argument("--resume", action="store_true", help="go on with what --output has of an earlier run")
     return parser
 
 
@@ -241,6 +222,8 @@ def _sampling(args: argparse.Namespace) -> SamplingConfig:
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    check(args.output is not None or not args.resume, "--resume: it needs --output, the file to go on with")
+    check(args.output != "", "--output: empty; a file's name is right")
     check(args.stdin in (None, "-"), f"{args.stdin}: a prompt goes after --prompt; - reads one from standard input")
     given = [
         name
@@ -276,13 +259,22 @@ def _tokenizer(args: argparse.Namespace, source: Source, asked: list[Prompt]) ->
     try:
         tokenizer = source.tokenizer()
     except UserError as error:
-        if not args.json or any(prompt.ids is None for prompt in asked):
+        if not (args.json or args.output) or any(prompt.ids is None for prompt in asked):
             raise
         tell(f"answers will have no text: {error}")
         return None
     if args.thinking and not prompts.has_thinking_switch(tokenizer):
         tell("--thinking: the chat template has no such switch")
     return tokenizer
+
+
+def _encoded(args: argparse.Namespace, prompt: Prompt, tokenizer: Any) -> Sequence[int]:
+    # Packed: there may be many thousands.
+    return array.array("i", prompts.encode(prompt, tokenizer, raw=args.raw, thinking=args.thinking))
+
+
+def _output(args: argparse.Namespace) -> contextlib.AbstractContextManager[results.ResultsFile | None]:
+    return results.open_results(args.output, resume=args.resume) if args.output else contextlib.nullcontext()
 
 
 def _engine(args: argparse.Namespace, ckpt: str, draft: str | None) -> Engine:

@@ -131,7 +131,7 @@ def _row(line: str, where: str) -> Prompt:
     if form == "messages":
         return Prompt(where, messages=_messages(value, where))
     check(
-        isinstance(value, list) and bool(value) and all(type(i) is int for i in value),
+        isinstance(value, list) and bool(value) and all(type(i) is int and abs(i) < 2**31 for i in value),
         f"{where}: prompt_ids is {_kind(value)}; a list of token ids, one or more, is right",
     )
     return Prompt(where, ids=value)

@@ -118,22 +118,12 @@ def write_tokenizer(directory: Path) -> None:
     made.save_pretrained(directory)
 
 
-def write_gguf(
-    path: Path,
-    name: str,
-    *,
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    rope_factors: np.ndarray | None = None,
-    **metadata: Any,
-) -> Any:
-    """Write `torch_models.TARGETS[name]` as llama.cpp's converter does, its matrices in the given type.
+def gguf_writer(path: Path, hf: dict[str, Any], **metadata: Any) -> gguf.GGUFWriter:
+    """Begin a GGUF file with a config's metadata.
 
     `metadata` replaces fields or adds them, where __ in a key stands for a dot.
     """
-    model, config, params = hf_target(name)
-    hf = hf_dict(model.config, type(model).__name__)
-    family = hf["model_type"]
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, hf["model_type"])
     writer.add_block_count(hf["num_hidden_layers"])
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(hf["hidden_size"])
@@ -142,10 +132,27 @@ def write_gguf(
     writer.add_head_count_kv(hf["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     writer.add_rope_freq_base(hf["rope_parameters"]["rope_theta"])
-    writer.add_key_length(config.head_dim)
+    writer.add_key_length(hf["head_dim"])
     for key, value in metadata.items():
         add = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}[type(value)]
         add(key.replace("__", "."), value)
+    return writer
+
+
+def finish_gguf(writer: gguf.GGUFWriter) -> None:
+    """Write what the writer was given."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_gguf(path: Path, name: str, *, rope_factors: np.ndarray | None = None, **metadata: Any) -> Any:
+    """Write `torch_models.TARGETS[name]` as llama.cpp's converter does, in F32; `metadata` as for `gguf_writer`."""
+    model, config, params = hf_target(name)
+    hf = hf_dict(model.config, type(model).__name__) | {"head_dim": config.head_dim}
+    family = hf["model_type"]
+    writer = gguf_writer(path, hf, **metadata)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors)
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], hf["num_hidden_layers"])
@@ -155,17 +162,8 @@ def write_gguf(
         values = value.numpy()
         if family == "llama" and any(part in theirs for part in PERMUTED):
             values = _permute(value, hf["num_attention_heads" if "q_proj" in theirs else "num_key_value_heads"])
-        ours = table.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        if values.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(ours, values)
-        elif kind == gguf.GGMLQuantizationType.I8:
-            writer.add_tensor(ours, values.astype(np.int8))
-        else:
-            writer.add_tensor(ours, gguf.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer.add_tensor(table.get_name(theirs, try_suffixes=(".weight", ".bias")), values)
+    finish_gguf(writer)
     return config, params
 
 

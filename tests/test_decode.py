@@ -16,6 +16,7 @@ from dflash_jax.draft import Draft
 from dflash_jax.target import Target
 from inference import decode
 from inference.engine import SamplingConfig
+from inference.engine import _Prompt as Prompt
 from tests import tiny
 
 PROMPT = [7, 9, 8, 4, 0, 5, 7, 1]  # greedily answered by nine different tokens, in blocks of one to six
@@ -28,7 +29,7 @@ def engine():
 
 def admitted(engine, prompt, sampling):
     """A state with one row that has its first token."""
-    return engine._admit(engine._speculative, engine._empty_state(), 0, 0, prompt, sampling)[0]
+    return engine._admit(engine._speculative, engine._empty_state(), 0, Prompt(0, 0, prompt), sampling)[0]
 
 
 def test_positions_and_contexts_follow_the_committed_length(engine, monkeypatch):
@@ -164,7 +165,7 @@ def admitted_often(engine, models, prompt, sampling):
     weights, row = engine._weights, jnp.asarray(0, jnp.int32)
     state, end = decode.empty_state(models, 1, 10, jnp.dtype("float32")), jnp.asarray(len(prompt) - 1, jnp.int32)
     state, hidden = decode.prefill(models, weights, state, row, jnp.asarray([prompt], jnp.int32), row, end)
-    asked = engine._request(len(prompt), 0, sampling)
+    asked = engine._asked(len(prompt), 0, sampling)
 
     def admit(i):
         policy = asked.policy._replace(seed=(i // 5000)[None], request=(i % 5000)[None])

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -281,8 +282,75 @@ def test_rows_of_a_batch_answer_as_they_do_alone(engine):
         assert [g.emitted_per_block for g in answers] == [g.emitted_per_block for g in alone]
 
 
-def test_nothing_compiles_after_the_warm_up():
-    engine = tiny.engine()
+@pytest.fixture(scope="module")
+def four():
+    return tiny.engine(batch_size=4)
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("sampling", [SamplingConfig(24), SamplingConfig(24, temperature=1.0, top_p=0.9, seed=5)])
+def test_in_a_stream_through_a_batch_each_prompt_gets_what_it_gets_alone(engine, four, sampling, speculate):
+    prompts = tiny.prompts(60, seed=11, longest=90)
+    sampling = dataclasses.replace(sampling, stop_token_ids=(3, 5))  # rows end at many different times
+    answers = four.generate(prompts, sampling, speculate)
+    ended = [answer.finish_reason for answer in answers]
+    assert ended.count("stop") > 15
+    assert ended.count("length") > 10
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert engine.generate([prompt], sampling, speculate)[0].token_ids == answer.token_ids
+
+
+def test_neighbours_change_not_even_the_order_of_a_sample(four):
+    prompts, sampling = tiny.prompts(9, seed=2), SamplingConfig(20, temperature=1.0)
+    forwards = four.generate(prompts, sampling)
+    backwards = four.generate(prompts[::-1], sampling)[::-1]
+    assert [g.token_ids for g in forwards] == [g.token_ids for g in backwards]
+
+
+def test_a_prompt_that_comes_again_is_sampled_anew(four):
+    sampling = SamplingConfig(20, temperature=1.0)
+    answers = [tuple(g.token_ids) for g in four.generate([PROMPT] * 8, sampling)]
+    assert len(set(answers)) == 8
+    assert [tuple(g.token_ids) for g in four.generate([PROMPT] * 3, sampling)] == answers[:3]
+    assert {tuple(four.generate([PROMPT], dataclasses.replace(sampling, seed=n))[0].token_ids) for n in (0, 1)} > {
+        answers[0]
+    }
+
+
+def test_a_place_is_taken_while_neighbours_go_on(four):
+    # One long answer and many short ones: all short ones have their turn before the long one ends.
+    prompts = tiny.prompts(20, seed=3)
+    long = four.generate(prompts[:1], SamplingConfig(80))[0]
+    stop = next(t for t in range(tiny.VOCABULARY) if t not in long.token_ids)
+    order = [
+        index
+        for index, answer in four.serve(prompts, SamplingConfig(80, stop_token_ids=(stop,)))
+        if answer.finish_reason
+    ]
+    assert sorted(order) == list(range(20))
+    assert order != sorted(order)
+
+
+def test_answers_that_are_there_are_skipped_and_the_others_stay_the_same(four):
+    prompts, sampling = [PROMPT, *tiny.prompts(6), PROMPT, PROMPT], SamplingConfig(20, temperature=1.0)
+    whole = four.generate(prompts, sampling)
+    rest = dict(four.serve(prompts, sampling, skip=5))
+    assert sorted(rest) == [5, 6, 7, 8]
+    assert [rest[i].token_ids for i in range(5, 9)] == [g.token_ids for g in whole[5:]]
+
+
+def test_a_thousand_requests_leave_nothing_in_memory(four):
+    sampling, resident = SamplingConfig(6), {}
+    for done, prompt in enumerate(tiny.prompts(1000, seed=8), 1):
+        four.generate([prompt], sampling)
+        if done in (100, 1000):
+            resident[done] = int(Path("/proc/self/statm").read_text().split()[1])
+    assert resident[1000] < 1.02 * resident[100]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_nothing_compiles_after_the_warm_up(batch_size):
+    engine = tiny.engine(batch_size=batch_size)
     for speculate in (True, False):
         engine.warm_up(speculate)
     compiled = []
@@ -303,7 +371,7 @@ def test_nothing_compiles_after_the_warm_up():
                 stop_token_ids=(i % 5,),
             )
             for speculate in (True, False):
-                engine.generate([prompt[:length]], sampling, speculate)
+                engine.generate([prompt[:length], *tiny.prompts(i % 6)], sampling, speculate)
                 list(engine.stream(prompt[:length], sampling, speculate))
         assert compiled == []
         jax.jit(lambda x: x + len(compiled))(jnp.ones(3))  # the listener does hear

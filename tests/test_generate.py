@@ -1,10 +1,13 @@
+import fcntl
 import itertools
 import json
 import os
 import pty
 import re
+import resource
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -153,6 +156,134 @@ def test_sampled_answers_are_the_same_in_text_and_json_and_in_any_batch(ask, ans
     assert ask(*options) == "".join(answer["text"] + "\n" for answer in alone)
 
 
+@pytest.fixture
+def many(write):
+    """Twenty prompts, some of them more than once."""
+    return write(*({"prompt_ids": [7, 9, 1 + i % 13]} for i in range(20)))
+
+
+SAMPLED = ("--temperature", "1.5", "--batch-size", "3", "--seed", "4")
+
+
+def tokens_of(text):
+    return [json.loads(line)["token_ids"] for line in text.splitlines()]
+
+
+def test_a_file_of_results_is_what_json_prints(ask, answers, many, tmp_path, capsys):
+    printed = answers("--prompts", many, *SAMPLED)
+    output = tmp_path / "out.jsonl"
+    assert ask("--prompts", many, *SAMPLED, "--output", output) == ""
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    for one in (*printed, *written):
+        assert all(one.pop(key) is not None for key in MEASURED)
+    assert written == printed
+
+
+@pytest.mark.parametrize("whole", [0, 1, 7, 19, 20])
+@pytest.mark.parametrize("torn", [0, 1, 60])
+def test_a_run_that_was_killed_goes_on_where_it_ended(ask, many, tmp_path, whole, torn):
+    output = tmp_path / "out.jsonl"
+    ask("--prompts", many, *SAMPLED, "--output", output)
+    uninterrupted = output.read_text()
+    lines = uninterrupted.splitlines(keepends=True)
+    output.write_text("".join(lines[:whole]) + "".join(lines[whole:])[:torn])
+    ask("--prompts", many, *SAMPLED, "--output", output, "--resume")
+    assert output.read_text().startswith("".join(lines[:whole]))
+    assert tokens_of(output.read_text()) == tokens_of(uninterrupted)
+
+
+def test_resume_starts_anew_where_there_is_nothing(ask, many, tmp_path):
+    ask("--prompts", many, "--output", tmp_path / "new.jsonl", "--resume")
+    assert len(tokens_of((tmp_path / "new.jsonl").read_text())) == 20
+
+
+def test_a_file_is_not_written_over(ask, many, tmp_path):
+    output = tmp_path / "out.jsonl"
+    output.write_text("mine\n")
+    with pytest.raises(UserError, match=r"--output .*out\.jsonl: there already; --resume"):
+        ask("--prompts", many, "--output", output)
+    with pytest.raises(UserError, match="line 1: no result of this command"):
+        ask("--prompts", many, "--output", output, "--resume")
+    assert output.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (["--seed", "5"], "line 1: seed is 4 there and 5 here"),
+        (["--temperature", "0"], "line 1: temperature is 1.5 there and 0.0 here"),
+        (["--max-new-tokens", "3"], "line 1: 20 new tokens are not what --max-new-tokens 3 gives"),
+        (["--max-new-tokens", "21"], "line 1: 20 new tokens are not what --max-new-tokens 21 gives"),
+        (["--prompts", "other"], "line 2: prompt_tokens is 3 there and 2 here"),
+        (["--prompts", "fewer"], "line 2: only 1 prompts here"),
+    ],
+)
+def test_results_of_another_run_are_not_gone_on_with(ask, write, tmp_path, monkeypatch, changed, reason):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt_ids": [7, 9, 1]}, {"prompt_ids": [7, 9, 2]}]
+    for name, some in {"first": rows, "fewer": rows[:1], "other": [rows[0], {"prompt_ids": [7, 9]}]}.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    ask("--prompts", "first", *SAMPLED, "--output", "out")
+    before = (tmp_path / "out").read_bytes()
+    with pytest.raises(UserError, match=reason):
+        ask("--prompts", "first", *SAMPLED, *changed, "--output", "out", "--resume")
+    assert (tmp_path / "out").read_bytes() == before
+
+
+def test_only_one_run_writes_a_file(ask, many, tmp_path):
+    output = tmp_path / "out.jsonl"
+    with output.open("wb") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another run is writing it"):
+            ask("--prompts", many, "--output", output, "--resume")
+
+
+def test_a_run_that_writes_nothing_leaves_no_file(ask, tmp_path):
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(UserError, match="token id 999"):
+        ask("--prompt", "a", "--stop", "999", "--output", output)
+    assert not output.exists()
+
+
+def test_a_full_disk_is_told_and_what_was_written_is_kept(ask, many, tmp_path):
+    output = tmp_path / "out.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"^--output .*out\.jsonl: cannot be written \(File too large\); more room"):
+            ask("--prompts", many, "--output", output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    whole = output.read_text().rpartition("\n")[0]
+    assert len(tokens_of(whole)) >= 2
+    ask("--prompts", many, "--output", output, "--resume")
+    assert output.read_text().startswith(whole)
+    assert len(tokens_of(output.read_text())) == 20
+
+
+def test_a_killed_command_resumes_to_one_result_a_prompt(target, draft, write, tmp_path):
+    output = tmp_path / "out.jsonl"
+    prompts = write(*({"prompt_ids": [7, 9, i % 200, i // 200]} for i in range(600)))
+    run = command("--ckpt", target, "--draft", draft, "--prompts", prompts, "--output", str(output), "--resume")
+    kills = 0
+    while True:
+        process = subprocess.Popen(**run, stderr=subprocess.DEVNULL)
+        had = output.stat().st_size if output.exists() else 0
+        while process.poll() is None and kills < 2:
+            if output.exists() and output.stat().st_size > had + 40_000:
+                process.kill()
+                kills += 1
+                break
+            time.sleep(0.01)
+        if process.wait() == 0:
+            break
+    assert kills == 2
+    expected = 0
+    for expected, line in enumerate(output.read_text().splitlines(), 1):  # noqa: B007
+        assert json.loads(line)["prompt_tokens"] == 4
+    assert expected == 600
+
+
 def test_raw_text_and_thinking_change_the_prompt(answers):
     thoughts = len("<think>\n\n</think>\n\n")
 
@@ -211,6 +342,13 @@ BAD = {
     "stop": (["--prompt", "a", "--stop", "264"], "--stop: token id 264 is outside the vocabulary; 0 to 263"),
     "negative stop": (["--prompt", "a", "--stop", "-1"], "--stop: token id -1"),
     "many stops": (["--prompt", "a", "--stop", *map(str, range(40))], "--stop: 41 with the checkpoint's own"),
+    "resume of nothing": (["--prompt", "a", "--resume"], "--resume: it needs --output"),
+    "output to nothing": (["--prompt", "a", "--output", ""], "--output: empty"),
+    "output to no file": (
+        ["--prompt", "a", "--output", "/dev/full", "--resume"],
+        "--output /dev/full: no regular file",
+    ),
+    "output nowhere": (["--prompt", "a", "--output", "absent/out"], "--output absent/out: cannot be written"),
     "no number": (["--prompt", "a", "--max-new-tokens", "ten"], "--max-new-tokens: 'ten'; a whole number"),
     "memory": (
         ["--prompt", "a", "--batch-size", "1" + "0" * 18],
