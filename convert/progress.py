@@ -14,16 +14,34 @@ Watch = Callable[[Iterable[Any], int, str], Iterable[Any]]
 SECONDS_BETWEEN_LINES = 5.0
 
 
+_hushed = False
+
+
+def hush() -> None:
+    """Keep this process's progress to itself: another one tells the same."""
+    global _hushed  # noqa: PLW0603 - standard error is the process's, too
+    _hushed = True
+
+
+def tell(line: str) -> None:
+    """Write a line of progress to standard error."""
+    if not _hushed:
+        print(line, file=sys.stderr, flush=True)
+
+
 def show(items: Iterable[T], total: int, label: str) -> Iterator[T]:
     """Yield the items, and tell standard error how far along they are."""
+    if _hushed:
+        yield from items
+        return
     if sys.stderr.isatty():
         yield from track(items, label, total, console=Console(stderr=True), transient=True)
         return
-    print(label, file=sys.stderr, flush=True)
+    tell(label)
     last = time.monotonic()
     for done, item in enumerate(items):
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
-            print(f"{label}: {done} of {total}", file=sys.stderr, flush=True)
+            tell(f"{label}: {done} of {total}")
             last = time.monotonic()
         yield item
 

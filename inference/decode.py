@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax import masks
+from dflash_jax import masks, sharding
 from dflash_jax.acceptance import accepted, emission
 from dflash_jax.cache import Cache, empty
 from dflash_jax.config import DraftConfig, TargetConfig
@@ -34,6 +35,7 @@ class Models:
     target: TargetConfig
     draft: DraftConfig | None
     block_size: int
+    mesh: Mesh
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -77,13 +79,14 @@ class Request(NamedTuple):
     policy: Policy
 
 
+@functools.partial(jax.jit, static_argnames=("models", "batch", "rows", "dtype"))
 def empty_state(models: Models, batch: int, rows: int, dtype: jnp.dtype) -> DecodeState:
     """Return a state of idle rows, with buffers of `rows` positions."""
 
     def fill(value: int | float, dtype: Any, *shape: int) -> Array:
         return jnp.full((batch, *shape), value, dtype)
 
-    return DecodeState(
+    state = DecodeState(
         target=empty(models.target, batch, rows, dtype),
         draft=empty(models.draft, batch, rows, dtype) if models.draft else (),
         tokens=fill(0, jnp.int32, rows),
@@ -102,6 +105,14 @@ def empty_state(models: Models, batch: int, rows: int, dtype: jnp.dtype) -> Deco
         blocks=fill(0, jnp.int32),
         finish=fill(FULL, jnp.int32),
     )
+    return _spread(models, state)
+
+
+def _spread(models: Models, state: DecodeState) -> DecodeState:
+    """Keep the state where it lies: rows over the data axis, heads over the tensor axis."""
+    caches, others = (state.target, state.draft), state._replace(target=(), draft=())
+    target, draft = sharding.constrain(models.mesh, sharding.CACHE, caches)
+    return sharding.constrain(models.mesh, sharding.ROWS, others)._replace(target=target, draft=draft)
 
 
 @functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
@@ -123,7 +134,7 @@ def prefill(
         The state, and the hidden state of position `end`, the prompt's last, if it lies in this chunk.
     """
     at = start[None]
-    one = jax.tree.map(lambda buffer: jax.lax.dynamic_slice_in_dim(buffer, row, 1), (state.target, state.draft))
+    one = jax.tree.map(functools.partial(_row_of, models.mesh, row), (state.target, state.draft))
     hidden, features, target = _target(models, weights, tokens, one[0], at)
     draft = _extend(models, weights, features, one[1], at)
     both = jax.tree.map(
@@ -132,7 +143,15 @@ def prefill(
         (target, draft),
     )
     final = jax.lax.dynamic_slice_in_dim(hidden, end - start, 1, axis=1)
-    return state._replace(target=both[0], draft=both[1]), final
+    return _spread(models, state._replace(target=both[0], draft=both[1])), final
+
+
+def _row_of(mesh: Mesh, row: Int[Array, ""], buffer: Float[Array, "b k s h"]) -> Float[Array, "1 k s h"]:
+    if mesh.shape["data"] == 1:
+        return jax.lax.dynamic_slice_in_dim(buffer, row, 1)
+    # A slice would gather the whole buffer from all devices; a sum sends the one row.
+    wanted = jnp.arange(buffer.shape[0]) == row
+    return jnp.where(wanted[:, None, None, None], buffer, 0).sum(axis=0, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
@@ -153,7 +172,7 @@ def admit(
     def put(buffer: Array, value: Array) -> Array:
         return jax.lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
 
-    return state._replace(
+    begun = state._replace(
         tokens=state.tokens.at[row, request.prompt_length].set(token[0, 0]),
         drafted=state.drafted.at[row, request.prompt_length].set(False),
         lengths=put(state.lengths, request.prompt_length),
@@ -163,6 +182,7 @@ def admit(
         blocks=put(state.blocks, jnp.zeros((), jnp.int32)),
         finish=put(state.finish, _finish(first.stopped, first.full)[0]),
     )
+    return _spread(models, begun)
 
 
 @functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
@@ -176,9 +196,27 @@ def decode(models: Models, weights: Weights, state: DecodeState, blocks: Int[Arr
 
     def step(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         done, now = carry
-        return done + 1, decode_block(models, weights, now)
+        return done + 1, _spread(models, decode_block(models, weights, now))
 
     return jax.lax.while_loop(busy, step, (jnp.zeros((), jnp.int32), state))[1]
+
+
+class View(NamedTuple):
+    """What the host looks at, whole on every device."""
+
+    tokens: Int[Array, "b s"]
+    drafted: Bool[Array, "b s"]
+    emitted: Int[Array, "b s"]
+    lengths: Int[Array, "b"]
+    blocks: Int[Array, "b"]
+    finish: Int[Array, "b"]
+
+
+@functools.partial(jax.jit, static_argnames="models")
+def look(models: Models, state: DecodeState) -> View:
+    """Gather what the host looks at."""
+    view = View(state.tokens, state.drafted, state.emitted, state.lengths, state.blocks, state.finish)
+    return sharding.constrain(models.mesh, sharding.WHOLE, view)
 
 
 def decode_block(models: Models, weights: Weights, state: DecodeState) -> DecodeState:

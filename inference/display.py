@@ -3,7 +3,6 @@
 import itertools
 import logging
 import os
-import sys
 from typing import Any, TextIO
 
 from inference.engine import Generation
@@ -24,11 +23,6 @@ def silence_libraries() -> None:
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("jax").setLevel(logging.ERROR)
-
-
-def tell(line: str) -> None:
-    """Write a line of progress to standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def has_colours(out: TextIO) -> bool:

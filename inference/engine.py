@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import reprlib
@@ -14,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import Mesh
 
 from convert import LoadedDraft, LoadedTarget, load_draft, load_target
+from dflash_jax import sharding
 from dflash_jax.attention import PIECE
 from dflash_jax.config import check_pair
 from dflash_jax.errors import UserError, check
@@ -135,11 +138,15 @@ class Engine:
         max_length: int = 2048,
         batch_size: int = 1,
         block_size: int | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """Pair loaded models, and make room for `batch_size` rows of `max_length` tokens, prompt and answer together.
 
+        `mesh` spreads them over devices, of this process or of several that all do the same; `sharding.make_mesh` makes
+        one. Without it, everything lies on the default device.
+
         Raises:
-            UserError: models that do not pair, or a size that is absurd.
+            UserError: models that do not pair, or a size that is absurd or that the mesh does not divide.
         """
         check(max_length >= 2, f"max_length: {max_length}; room for a prompt and an answer, 2 or more, is right")
         check(batch_size >= 1, f"batch_size: {batch_size}; 1 or more is right")
@@ -150,9 +157,20 @@ class Engine:
         self.block_size = _block_size(draft, block_size)
         self.max_length = min(max_length, target.config.max_positions)
         self.stop_token_ids = target.stop_token_ids
-        self._speculative = decode.Models(target.config, draft.config if draft else None, self.block_size)
-        self._plain = decode.Models(target.config, None, 1)
-        self._weights = decode.Weights(target.params, draft.params if draft else {})
+        self._mesh = mesh or sharding.make_mesh(devices=jax.local_devices())
+        for model in (target, draft) if draft else (target,):
+            sharding.check_mesh(self._mesh, model.config)
+        shards = self._mesh.shape["data"]
+        check(
+            batch_size % shards == 0,
+            f"batch_size: {batch_size} rows do not divide over data={shards} of the mesh; a multiple of it is right",
+        )
+        self._speculative = decode.Models(target.config, draft.config if draft else None, self.block_size, self._mesh)
+        self._plain = decode.Models(target.config, None, 1, self._mesh)
+        self._weights = decode.Weights(
+            sharding.put_params(self._mesh, target.params),
+            sharding.put_params(self._mesh, draft.params if draft else {}),
+        )
         self._batch_size = batch_size
         self._chunk = PREFILL_CHUNK.get(jax.default_backend(), PREFILL_CHUNK_ELSEWHERE)
         self._state: decode.DecodeState | None = None
@@ -168,18 +186,22 @@ class Engine:
         max_length: int = 2048,
         batch_size: int = 1,
         block_size: int | None = None,
+        mesh: Mesh | None = None,
     ) -> "Engine":
         """Load a target, and a draft where one is named, from any checkpoint that `convert` reads.
 
         Raises:
             UserError: a checkpoint that cannot be read, or the faults that `Engine` names.
         """
+        mesh = mesh or sharding.make_mesh(devices=jax.local_devices())
+        place = functools.partial(place_on, mesh)
         return cls(
-            load_target(ckpt, dtype),
-            load_draft(draft, dtype) if draft else None,
+            load_target(ckpt, dtype, place=place),
+            load_draft(draft, dtype, place=place) if draft else None,
             max_length=max_length,
             batch_size=batch_size,
             block_size=block_size,
+            mesh=mesh,
         )
 
     def generate(
@@ -294,8 +316,8 @@ class Engine:
                     state, rows[place] = self._admit(models, state, place, prompt, sampling)
             if not rows:
                 break
-            state = decode.decode(models, self._weights, state, _device(blocks, np.int32))
-            for place, generation in self._look(state, rows):
+            state = decode.decode(models, self._weights, state, self._device(blocks, np.int32))
+            for place, generation in self._look(decode.look(models, state), rows):
                 yield rows[place].index, generation
                 if generation.finish_reason:
                     del rows[place]
@@ -313,10 +335,10 @@ class Engine:
         length = len(prompt.tokens)
         padded = np.zeros((1, -(-length // self._chunk) * self._chunk), np.int32)
         padded[0, :length] = prompt.tokens
-        row, end = _device(place, np.int32), _device(length - 1, np.int32)
+        row, end = self._device(place, np.int32), self._device(length - 1, np.int32)
         for start in range(0, length, self._chunk):
-            chunk = _device(padded[:, start : start + self._chunk], np.int32)
-            at = _device(start, np.int32)
+            chunk = self._device(padded[:, start : start + self._chunk], np.int32)
+            at = self._device(start, np.int32)
             state, hidden = decode.prefill(models, self._weights, state, row, chunk, at, end)
         asked = self._asked(length, prompt.number, sampling)
         state = decode.admit(models, self._weights, state, row, hidden, asked)
@@ -329,21 +351,20 @@ class Engine:
         union = self._stops(sampling)
         stops[: len(union)] = union
         return decode.Request(
-            prompt_length=_device(prompt_length, np.int32),
-            last=_device(prompt_length + sampling.max_new_tokens - 1, np.int32),
-            stops=_device(stops, np.int32),
+            prompt_length=self._device(prompt_length, np.int32),
+            last=self._device(prompt_length + sampling.max_new_tokens - 1, np.int32),
+            stops=self._device(stops, np.int32),
             policy=Policy(
-                temperature=_device([sampling.temperature], np.float32),
-                top_k=_device([sampling.top_k], np.int32),
-                top_p=_device([sampling.top_p], np.float32),
-                seed=_device([sampling.seed], np.uint32),
-                request=_device([number], np.uint32),
+                temperature=self._device([sampling.temperature], np.float32),
+                top_k=self._device([sampling.top_k], np.int32),
+                top_p=self._device([sampling.top_p], np.float32),
+                seed=self._device([sampling.seed], np.uint32),
+                request=self._device([number], np.uint32),
             ),
         )
 
-    def _look(self, state: decode.DecodeState, rows: dict[int, _Row]) -> list[tuple[int, Generation]]:
-        watched = (state.tokens, state.drafted, state.emitted, state.lengths, state.blocks, state.finish)
-        tokens, drafted, emitted, lengths, blocks, finish = jax.device_get(watched)
+    def _look(self, view: decode.View, rows: dict[int, _Row]) -> list[tuple[int, Generation]]:
+        tokens, drafted, emitted, lengths, blocks, finish = jax.device_get(view)
         now = time.perf_counter()
         found = []
         for place, row in rows.items():
@@ -358,6 +379,10 @@ class Engine:
             )
             found.append((place, generation))
         return found
+
+    def _device(self, value: npt.ArrayLike, dtype: type[np.generic]) -> jax.Array:
+        """Put host values on all devices as they are: nothing is compiled for it."""
+        return sharding.put(self._mesh, sharding.WHOLE, np.asarray(value, dtype))
 
     def _empty_state(self) -> decode.DecodeState:
         # A block, or a whole chunk, may be written at the last position (law 9).
@@ -382,9 +407,9 @@ def _bytes(tree: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _device(value: npt.ArrayLike, dtype: type[np.generic]) -> jax.Array:
-    """Put host values on the device as they are: nothing is compiled for it."""
-    return jax.device_put(np.asarray(value, dtype))
+def place_on(mesh: Mesh, path: tuple[str, ...], array: np.ndarray) -> jax.Array:
+    """Put a tensor where its rule says, as it is read: no device, and no process, holds what is not its own."""
+    return sharding.put(mesh, sharding.parameter_spec("/".join(path)), array)
 
 
 def _block_size(draft: LoadedDraft | None, asked: int | None) -> int:

@@ -2,7 +2,9 @@
 
 import argparse
 import array
+import collections
 import contextlib
+import functools
 import io
 import os
 import re
@@ -12,16 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from convert import cli, load_draft, load_target, progress
+from convert import cli, load_draft, load_target, processes, progress
 from convert.load import target_config
+from convert.progress import tell
 from convert.sources import Source, open_source
+from dflash_jax import sharding
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import UserError, check
 from inference import prompts, results
 from inference.demo import DEMO_DRAFT, find_demo_target
-from inference.display import LEGEND, AnswerWriter, has_colours, silence_libraries, summary, tell
-from inference.engine import Engine, Generation, SamplingConfig
+from inference.display import LEGEND, AnswerWriter, has_colours, silence_libraries, summary
+from inference.engine import Engine, Generation, SamplingConfig, place_on
 from inference.prompts import Prompt
 
 EXAMPLE = """\
@@ -42,10 +47,12 @@ FLAGS = {
     "block_size": "--block-size",
     "batch_size": "--batch-size",
     "max_length": "--max-length",
+    "mesh": "--mesh",
 }
 DTYPES = ("float32", "bfloat16")
 # Of the settings in a result, those that change its tokens, and its dtype.
 SETTINGS = ("temperature", "top_p", "top_k", "seed", "thinking", "dtype")
+NO_FILE = -1
 FIELDS = re.compile(rf"\b({'|'.join(FLAGS)})\b")
 
 
@@ -58,36 +65,36 @@ def main(argv: Sequence[str]) -> None:
     silence_libraries()
     args = _parser().parse_args(argv)
     sampling = _sampling(args)
+    processes.join()
+    mesh = _mesh(args)
     asked = _read_prompts(args)
     ckpt, draft = _checkpoints(args)
-    with _memory_named(), _output(args) as file:
+    with _memory_named():
         source = open_source(ckpt)
-        _check_memory(args, target_config(source))
+        _check_memory(args, target_config(source), mesh)
         tokenizer = _tokenizer(args, source, asked)
         names = [prompt.where for prompt in asked]
         encoded = [_encoded(args, asked.pop(0), tokenizer) for _ in names]
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        done = file.keep([len(ids) for ids in encoded], sampling.max_new_tokens, settings) if file else 0
-        if done == len(encoded):
-            return tell(f"all {done} answers are there already")
-        engine = _engine(args, ckpt, draft)
-        for name, ids in zip(names, encoded, strict=True):
-            with flags_named(name):
-                engine.check_prompt(ids, sampling, name)
-        tell("compiling")
-        engine.warm_up()
-        answers = in_order(engine.serve(encoded, sampling, live=not (args.json or file), skip=done), done)
-        if not (args.json or file):
-            return _show(answers, tokenizer, names, colours=draft is not None)
-        settings = {"block_size": engine.block_size, **settings}
-        records = (
-            results.record(generation, tokenizer, len(encoded[index]), settings)
-            for index, generation in answers
-            if generation.finish_reason
-        )
-        write = file.write if file else results.print_line
-        for record in progress.show(records, len(encoded) - done, "answering") if file else records:
-            write(record)
+        with _output(args, [len(ids) for ids in encoded]) as (file, done):
+            if done == len(encoded):
+                return tell(f"all {done} answers are there already")
+            engine = _engine(args, ckpt, draft, mesh)
+            for name, ids in zip(names, encoded, strict=True):
+                with flags_named(name):
+                    engine.check_prompt(ids, sampling, name)
+            tell("compiling")
+            engine.warm_up()
+            answers = in_order(engine.serve(encoded, sampling, live=not (args.json or args.output), skip=done), done)
+            if not processes.first():
+                collections.deque(answers, maxlen=0)
+            elif args.json or args.output:
+                write = file.write if file else results.print_line
+                settings = {"block_size": engine.block_size, **_settings(args)}
+                whole = (answer for answer in answers if answer[1].finish_reason)
+                for index, generation in progress.show(whole, len(encoded) - done, "answering") if file else whole:
+                    write(results.record(generation, tokenizer, len(encoded[index]), settings))
+            else:
+                _show(answers, tokenizer, names, colours=draft is not None)
     return None
 
 
@@ -167,6 +174,13 @@ def _parser() -> cli.Parser:
         metavar="N",
         help="most tokens of a prompt and its answer (default: 2048)",
     )
+    models.add_argument(
+        "--mesh",
+        type=_mesh_sizes,
+        default={},
+        metavar="data=1,tensor=1",
+        help="devices to spread rows (data) and heads (tensor) over, of one process or of several",
+    )
     source = parser.add_argument_group("prompts (one of the three)")
     source.add_argument("--prompt", metavar="TEXT", help="a prompt")
     source.add_argument("--prompts", metavar="FILE.jsonl", help="a prompt a row")
@@ -207,6 +221,13 @@ def _whole(least: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def _mesh_sizes(text: str) -> dict[str, int]:
+    try:
+        return sharding.read_mesh(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _sampling(args: argparse.Namespace) -> SamplingConfig:
@@ -273,21 +294,60 @@ def _encoded(args: argparse.Namespace, prompt: Prompt, tokenizer: Any) -> Sequen
     return array.array("i", prompts.encode(prompt, tokenizer, raw=args.raw, thinking=args.thinking))
 
 
-def _output(args: argparse.Namespace) -> contextlib.AbstractContextManager[results.ResultsFile | None]:
-    return results.open_results(args.output, resume=args.resume) if args.output else contextlib.nullcontext()
+@contextlib.contextmanager
+def _output(
+    args: argparse.Namespace, prompt_lengths: Sequence[int]
+) -> Iterator[tuple[results.ResultsFile | None, int]]:
+    """Open the file of results where there is one, and count what it has; only the first process writes it."""
+    if args.output is None:
+        yield None, 0
+    elif not processes.first():
+        done = processes.agree(NO_FILE)
+        if done == NO_FILE:
+            raise UserError("--output: the first process tells what is wrong with it")
+        yield None, done
+    else:
+        with contextlib.ExitStack() as opened:
+            done = NO_FILE
+            try:
+                file = opened.enter_context(results.open_results(args.output, resume=args.resume))
+                done = file.keep(prompt_lengths, args.max_new_tokens, _settings(args))
+            finally:
+                processes.agree(done)
+            yield file, done
 
 
-def _engine(args: argparse.Namespace, ckpt: str, draft: str | None) -> Engine:
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in SETTINGS}
+
+
+def _mesh(args: argparse.Namespace) -> Mesh:
+    with flags_named():
+        check(
+            args.stdin is None or jax.process_count() == 1,
+            "standard input: one process has it and the others do not; --prompts FILE.jsonl is right",
+        )
+        return sharding.make_mesh(**args.mesh)
+
+
+def _engine(args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh) -> Engine:
     size = args.block_size or 1
     check(size <= args.max_length, f"--block-size: {size}; up to --max-length, {args.max_length}, is right")
-    target = load_target(ckpt, args.dtype, watch=progress.show)
-    paired = load_draft(draft, args.dtype, watch=progress.show) if draft else None
-    sizes = {"max_length": args.max_length, "batch_size": args.batch_size, "block_size": args.block_size}
+    place = functools.partial(place_on, mesh)
+    target = load_target(ckpt, args.dtype, place=place, watch=progress.show)
+    paired = load_draft(draft, args.dtype, place=place, watch=progress.show) if draft else None
     with flags_named():
-        return Engine(target, paired, **sizes)
+        return Engine(
+            target,
+            paired,
+            max_length=args.max_length,
+            batch_size=args.batch_size,
+            block_size=args.block_size,
+            mesh=mesh,
+        )
 
 
-def _check_memory(args: argparse.Namespace, target: TargetConfig) -> None:
+def _check_memory(args: argparse.Namespace, target: TargetConfig, mesh: Mesh) -> None:
     """Refuse, before asking the system for it, room for more tokens than memory can hold.
 
     Raises:
@@ -295,7 +355,7 @@ def _check_memory(args: argparse.Namespace, target: TargetConfig) -> None:
     """
     tokens = args.batch_size * min(args.max_length, target.max_positions)
     bytes_a_token = 2 * target.num_layers * target.num_kv_heads * target.head_dim * jnp.dtype(args.dtype).itemsize
-    needed, there = tokens * bytes_a_token, _memory()
+    needed, there = tokens * bytes_a_token, _memory(mesh)
     check(
         needed <= there,
         f"--max-length, --batch-size: caches for {tokens} tokens take {needed / 2**30:.1f} GiB, and the memory is "
@@ -303,9 +363,11 @@ def _check_memory(args: argparse.Namespace, target: TargetConfig) -> None:
     )
 
 
-def _memory() -> int:
+def _memory(mesh: Mesh) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) * mesh.size
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
 
 
 @contextlib.contextmanager
