@@ -40,6 +40,10 @@ class Pace:
             seconds=sum(answer.decode_seconds for answer in answers),
         )
 
+    def __add__(self, other: "Pace") -> "Pace":
+        """Add up."""
+        return Pace(self.tokens + other.tokens, self.blocks + other.blocks, self.seconds + other.seconds)
+
     @property
     def tokens_per_second(self) -> float:
         """The speed that a reader sees."""

@@ -150,7 +150,16 @@ def test_the_command_spreads_over_devices_and_processes(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": [i, 7]}) + "\n" for i in range(9)))
     command = ["inference.generate", "--ckpt", target, "--draft", draft, "--prompts", prompts, "--batch-size", "4"]
-    command = [*map(str, command), "--max-new-tokens", "9", "--temperature", "2", "--mesh", "data=4,tensor=2", "--output"]
+    command = [
+        *map(str, command),
+        "--max-new-tokens",
+        "9",
+        "--temperature",
+        "2",
+        "--mesh",
+        "data=4,tensor=2",
+        "--output",
+    ]
     found = []
     for count in (1, 2):
         output = tmp_path / f"{count}.jsonl"
