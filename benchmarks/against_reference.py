@@ -2,7 +2,7 @@
 
     python -m benchmarks.against_reference --prompts gsm8k_test.jsonl --num-prompts 30
 
-Needs what the tests need (torch, PyPI's `dflash`). One row, greedy, float32, the demo pair; times leave the prefill out.
+One row, greedy, float32, the demo pair; times leave the prefill out. It needs torch and PyPI's `dflash`, as tests do.
 """
 
 import json

@@ -22,14 +22,16 @@ def join() -> None:
     JAX_NUM_PROCESSES and JAX_PROCESS_ID do.
 
     Raises:
-        UserError: one of the three is missing or no number.
+        UserError: one of the three is missing or no number, or the processes do not find one another.
     """
-    if os.environ.get(ADDRESS):
-        jax.distributed.initialize(os.environ[ADDRESS], _number(COUNT), _number(INDEX))
-    elif any(_several(os.environ.get(name, "")) for name in LAUNCHERS):
-        jax.distributed.initialize()
-    else:
+    address = os.environ.get(ADDRESS)
+    if not address and not any(_several(os.environ.get(name, "")) for name in LAUNCHERS):
         return
+    count, index = (_number(COUNT), _number(INDEX)) if address else (None, None)
+    try:
+        jax.distributed.initialize(address, count, index)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{ADDRESS} {address or ''}: the processes did not find one another ({error})") from error
     _silence_libraries()
     if not first():
         progress.hush()

@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> None:
         _check_memory(args, target_config(source), mesh)
         tokenizer = _tokenizer(args, source, asked)
         names = [prompt.where for prompt in asked]
-        encoded = [_encoded(args, asked.pop(0), tokenizer) for _ in names]
+        encoded = [_encoded(args, prompt, tokenizer) for prompt in asked]
+        asked.clear()  # long texts need not wait for their answers
         with _output(args, [len(ids) for ids in encoded]) as (file, done):
             if done == len(encoded):
                 return tell(f"all {done} answers are there already")
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
             engine.warm_up()
             answers = in_order(engine.serve(encoded, sampling, live=not (args.json or args.output), skip=done), done)
             if not processes.first():
-                collections.deque(answers, maxlen=0)
+                collections.deque(answers, maxlen=0)  # its devices decode, and its results are those of the first
             elif args.json or args.output:
                 write = file.write if file else results.print_line
                 settings = {"block_size": engine.block_size, **_settings(args)}

@@ -366,6 +366,7 @@ BAD = {
         "--seed": ("-1", str(2**32), "x"),
         "--block-size": ("0", "1", "-8", "b"),
         "--stop": ("a", "1.0"),
+        "--mesh": ("", "2", "data=0", "model=2", "data=2,data=2", "data=9,tensor=1"),
     }.items()
     for value in values
 }
