@@ -1,6 +1,7 @@
 """One command in several processes, each with its own devices: all run alike, and the first one speaks."""
 
 import os
+import re
 import sys
 
 import jax
@@ -27,7 +28,14 @@ def join() -> None:
     address = os.environ.get(ADDRESS)
     if not address and not any(_several(os.environ.get(name, "")) for name in LAUNCHERS):
         return
-    count, index = (_number(COUNT), _number(INDEX)) if address else (None, None)
+    count = index = None
+    if address:
+        check(
+            bool(re.fullmatch(r".+:\d+", address)), f"{ADDRESS}: {address!r}; host:port of the first process is right"
+        )
+        count, index = _number(COUNT), _number(INDEX)
+        if count is not None and index is not None:
+            check(0 <= index < count, f"{INDEX}: {index} of {COUNT} {count}; 0 to {count - 1} is right")
     try:
         jax.distributed.initialize(address, count, index)
     except (RuntimeError, ValueError) as error:

@@ -36,7 +36,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
     """Return a mesh over the first data * fsdp * tensor devices, of all processes unless they are given.
 
     Raises:
-        UserError: a size below 1, or fewer devices than it takes.
+        UserError: a size below 1, fewer devices than it takes, or a process that none of them belongs to.
     """
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     for name, size in sizes.items():
@@ -47,6 +47,12 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
         needed <= len(there),
         f"mesh: {', '.join(f'{name}={size}' for name, size in sizes.items())} takes {needed} devices; "
         f"{len(there)} are there",
+    )
+    idle = {device.process_index for device in there} - {device.process_index for device in there[:needed]}
+    check(
+        not idle,
+        f"mesh: {needed} of {len(there)} devices leave process {min(idle, default=0)} without one; "
+        f"sizes that make {len(there)} are right",
     )
     grid = np.asarray(there[:needed], dtype=object).reshape(data, fsdp, tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -84,7 +90,14 @@ def parameter_spec(path: str) -> PartitionSpec:
 
 
 def put(mesh: Mesh, spec: PartitionSpec, value: Any) -> jax.Array:
-    """Place an array that every process has whole; each keeps what its devices hold."""
+    """Place an array that every process has whole; each keeps what its devices hold.
+
+    Raises:
+        UserError: an axis of the mesh that does not divide the array's.
+    """
+    for axis, size in zip(spec, np.shape(value), strict=False):
+        parts = mesh.shape[axis] if axis else 1
+        check(size % parts == 0, f"mesh: {axis}={parts} does not divide an axis of {size}; a number that does is right")
     sharding = NamedSharding(mesh, spec)
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
@@ -121,8 +134,8 @@ def read_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = part.partition("=")
         check(
-            name in AXES and name not in sizes and size.isdecimal() and int(size[:9]) >= 1,
+            name in AXES and name not in sizes and re.fullmatch("[1-9][0-9]{0,8}", size) is not None,
             f"{part!r} in {text!r}; sizes by axis, as in data=2,tensor=4, are right",
         )
-        sizes[name] = int(size[:9])
+        sizes[name] = int(size)
     return sizes

@@ -4,7 +4,6 @@ import argparse
 import array
 import collections
 import contextlib
-import functools
 import io
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from convert import cli, load_draft, load_target, processes, progress
@@ -76,7 +76,9 @@ def main(argv: Sequence[str]) -> None:
         names = [prompt.where for prompt in asked]
         encoded = [_encoded(args, prompt, tokenizer) for prompt in asked]
         asked.clear()  # long texts need not wait for their answers
-        with _output(args, [len(ids) for ids in encoded]) as (file, done):
+        others = (str(source.path), sampling.max_new_tokens, sorted(sampling.stop_token_ids))
+        asked_for = [results.digest(ids, *others) for ids in encoded]
+        with _output(args, asked_for) as (file, done):
             if done == len(encoded):
                 return tell(f"all {done} answers are there already")
             engine = _engine(args, ckpt, draft, mesh)
@@ -93,7 +95,8 @@ def main(argv: Sequence[str]) -> None:
                 settings = {"block_size": engine.block_size, **_settings(args)}
                 whole = (answer for answer in answers if answer[1].finish_reason)
                 for index, generation in progress.show(whole, len(encoded) - done, "answering") if file else whole:
-                    write(results.record(generation, tokenizer, len(encoded[index]), settings))
+                    known = settings | ({"asked": asked_for[index]} if file else {})
+                    write(results.record(generation, tokenizer, len(encoded[index]), known))
             else:
                 _show(answers, tokenizer, names, colours=draft is not None)
     return None
@@ -246,6 +249,10 @@ def _sampling(args: argparse.Namespace) -> SamplingConfig:
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     check(args.output is not None or not args.resume, "--resume: it needs --output, the file to go on with")
     check(args.output != "", "--output: empty; a file's name is right")
+    check(
+        args.output is None or args.prompts is None or not _same_file(args.output, args.prompts),
+        f"--output {args.output}: that is the file of prompts; another name is right",
+    )
     check(args.stdin in (None, "-"), f"{args.stdin}: a prompt goes after --prompt; - reads one from standard input")
     given = [
         name
@@ -262,6 +269,10 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompt is not None:
         return [prompts.from_text(args.prompt, "--prompt")]
     return [prompts.from_stream(sys.stdin.buffer, raw=args.raw)]
+
+
+def _same_file(one: str, other: str) -> bool:
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
 def _checkpoints(args: argparse.Namespace) -> tuple[str, str | None]:
@@ -296,9 +307,7 @@ def _encoded(args: argparse.Namespace, prompt: Prompt, tokenizer: Any) -> Sequen
 
 
 @contextlib.contextmanager
-def _output(
-    args: argparse.Namespace, prompt_lengths: Sequence[int]
-) -> Iterator[tuple[results.ResultsFile | None, int]]:
+def _output(args: argparse.Namespace, asked_for: Sequence[str]) -> Iterator[tuple[results.ResultsFile | None, int]]:
     """Open the file of results where there is one, and count what it has; only the first process writes it."""
     if args.output is None:
         yield None, 0
@@ -312,7 +321,7 @@ def _output(
             done = NO_FILE
             try:
                 file = opened.enter_context(results.open_results(args.output, resume=args.resume))
-                done = file.keep(prompt_lengths, args.max_new_tokens, _settings(args))
+                done = file.keep(asked_for, _settings(args))
             finally:
                 processes.agree(done)
             yield file, done
@@ -334,7 +343,11 @@ def _mesh(args: argparse.Namespace) -> Mesh:
 def _engine(args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh) -> Engine:
     size = args.block_size or 1
     check(size <= args.max_length, f"--block-size: {size}; up to --max-length, {args.max_length}, is right")
-    place = functools.partial(place_on, mesh)
+
+    def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
+        with flags_named():
+            return place_on(mesh, path, array)
+
     target = load_target(ckpt, args.dtype, place=place, watch=progress.show)
     paired = load_draft(draft, args.dtype, place=place, watch=progress.show) if draft else None
     with flags_named():

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -9,11 +10,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dflash_jax.errors import UserError, check
 from inference.engine import Generation
 from inference.text import text_of
 
 Settings = Mapping[str, Any]
+# How a result begins, for telling one that was torn from what is none.
+BEGINNING = b'{"text": '
+NO_RESULT = "no result of this command; a file that --output wrote is right"
 
 
 def record(generation: Generation, tokenizer: Any, prompt_tokens: int, settings: Settings) -> dict[str, Any]:
@@ -52,7 +58,7 @@ def open_results(path: str, *, resume: bool) -> Iterator["ResultsFile"]:
     check(new or os.path.isfile(path), f"--output {path}: no regular file; one, or a new name, is right")
     try:
         # Unbuffered: what could not be written must not be tried again when the file is closed.
-        file = open(path, "xb" if new else "r+b", buffering=0)  # noqa: SIM115 - closed below
+        file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
     except OSError as error:
         raise UserError(
             f"--output {path}: cannot be written ({error.strerror or error}); a file that can be is right"
@@ -79,23 +85,28 @@ class ResultsFile:
     def __init__(self, path: str, file: io.FileIO, *, new: bool) -> None:
         self._path, self._file, self._new = path, file, new
 
-    def keep(self, prompt_lengths: Sequence[int], max_new_tokens: int, settings: Settings) -> int:
+    def keep(self, asked: Sequence[str], settings: Settings) -> int:
         """Check the results that are there, cut off one that was not written whole, and return how many there are.
 
+        Args:
+            asked: what `digest` says of each prompt.
+            settings: those that every result must have.
+
         Raises:
-            UserError: results of other prompts or settings, named by line and field.
+            UserError: what is no result, or one of other prompts or settings, named by line and field.
         """
         if self._new:
             return 0
         count = end = 0
         with open(self._path, "rb") as lines:
             for line in lines:
-                if not line.endswith(b"\n"):
-                    break
                 where = f"--output {self._path}, line {count + 1}"
-                check(count < len(prompt_lengths), f"{where}: only {count} prompts here; the first run's are right")
-                same = {"prompt_tokens": prompt_lengths[count], **settings}
-                _check_same(line, where, same, max_new_tokens)
+                if not line.endswith(b"\n"):
+                    # Only what this command began to write may be cut off.
+                    check(BEGINNING.startswith(line[: len(BEGINNING)]), f"{where}: {NO_RESULT}")
+                    break
+                check(count < len(asked), f"{where}: only {count} prompts here; the first run's are right")
+                _check_same(line, where, asked[count], settings)
                 count += 1
                 end += len(line)
         self._file.seek(end)
@@ -118,16 +129,22 @@ class ResultsFile:
             ) from error
 
 
-def _check_same(line: bytes, where: str, expected: Settings, max_new_tokens: int) -> None:
+def digest(prompt: Sequence[int], *others: object) -> str:
+    """Return a short name of what an answer follows from: its prompt, and whatever else decides it."""
+    content = np.asarray(prompt, np.int64).tobytes() + repr(others).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _check_same(line: bytes, where: str, asked: str, settings: Settings) -> None:
     try:
         result = json.loads(line)
-        found = {name: result[name] for name in expected}
-        tokens, finish_reason = result["new_tokens"], result["finish_reason"]
+        found = {name: result[name] for name in ("asked", "token_ids", *settings)}
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(f"{where}: no result of this command; a file that --output wrote is right") from error
-    for name, value in expected.items():
+        raise UserError(f"{where}: {NO_RESULT}") from error
+    for name, value in settings.items():
         check(found[name] == value, f"{where}: {name} is {found[name]!r} there and {value!r} here; the same is right")
     check(
-        tokens == max_new_tokens or (finish_reason == "stop" and tokens < max_new_tokens),
-        f"{where}: {tokens} new tokens are not what --max-new-tokens {max_new_tokens} gives; the first run's is right",
+        found["asked"] == asked,
+        f"{where}: it answers another prompt or target, or has another --max-new-tokens or --stop; the first run's "
+        "are right",
     )

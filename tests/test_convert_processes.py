@@ -45,6 +45,7 @@ def test_three_variables_say_who_is_there(started, monkeypatch):
         (None, "0", "JAX_NUM_PROCESSES: not set; JAX_COORDINATOR_ADDRESS needs it"),
         ("2", None, "JAX_PROCESS_ID: not set"),
         ("two", "0", "JAX_NUM_PROCESSES: 'two'; a whole number"),
+        ("2", "2", "JAX_PROCESS_ID: 2 of JAX_NUM_PROCESSES 2; 0 to 1 is right"),
     ],
 )
 def test_what_is_missing_is_named(started, monkeypatch, count, index, reason):
@@ -55,6 +56,12 @@ def test_what_is_missing_is_named(started, monkeypatch, count, index, reason):
     with pytest.raises(UserError, match=reason):
         processes.join()
     assert started == []
+
+
+def test_an_address_has_a_port(started, monkeypatch):
+    monkeypatch.setenv(processes.ADDRESS, "nonsense")
+    with pytest.raises(UserError, match="JAX_COORDINATOR_ADDRESS: 'nonsense'; host:port"):
+        processes.join()
 
 
 def test_processes_that_do_not_meet_are_told_in_a_line(started, monkeypatch):

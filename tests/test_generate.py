@@ -174,6 +174,7 @@ def test_a_file_of_results_is_what_json_prints(ask, answers, many, tmp_path, cap
     output = tmp_path / "out.jsonl"
     assert ask("--prompts", many, *SAMPLED, "--output", output) == ""
     written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len({one.pop("asked") for one in written}) == 13  # as many as there are different prompts
     for one in (*printed, *written):
         assert all(one.pop(key) is not None for key in MEASURED)
     assert written == printed
@@ -202,9 +203,30 @@ def test_a_file_is_not_written_over(ask, many, tmp_path):
     output.write_text("mine\n")
     with pytest.raises(UserError, match=r"--output .*out\.jsonl: there already; --resume"):
         ask("--prompts", many, "--output", output)
+    assert output.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["mine\n", "mine", '{"prompt": "a"}', "\0", "[1]\n", '{"text": 1}\n', '{"asked": null, "token_ids": 0}\n'],
+)
+def test_what_is_no_file_of_results_is_left_as_it_is(ask, many, tmp_path, content):
+    output = tmp_path / "out.jsonl"
+    output.write_text(content)
     with pytest.raises(UserError, match="line 1: no result of this command"):
         ask("--prompts", many, "--output", output, "--resume")
-    assert output.read_text() == "mine\n"
+    assert output.read_text() == content
+
+
+def test_results_are_not_written_over_the_prompts(ask, many):
+    with pytest.raises(UserError, match="that is the file of prompts; another name is right"):
+        ask("--prompts", many, "--output", many, "--resume")
+
+
+def test_a_link_to_a_new_file_is_followed(ask, many, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    ask("--prompts", many, "--output", tmp_path / "link")
+    assert len(tokens_of((tmp_path / "new").read_text())) == 20
 
 
 @pytest.mark.parametrize(
@@ -212,16 +234,16 @@ def test_a_file_is_not_written_over(ask, many, tmp_path):
     [
         (["--seed", "5"], "line 1: seed is 4 there and 5 here"),
         (["--temperature", "0"], "line 1: temperature is 1.5 there and 0.0 here"),
-        (["--max-new-tokens", "3"], "line 1: 20 new tokens are not what --max-new-tokens 3 gives"),
-        (["--max-new-tokens", "21"], "line 1: 20 new tokens are not what --max-new-tokens 21 gives"),
-        (["--prompts", "other"], "line 2: prompt_tokens is 3 there and 2 here"),
+        (["--max-new-tokens", "21"], "line 1: it answers another prompt or target, or has another --max-new-tokens"),
+        (["--stop", "5"], "line 1: it answers another prompt or target, or has another --max-new-tokens or --stop"),
+        (["--prompts", "other"], "line 2: it answers another prompt"),
         (["--prompts", "fewer"], "line 2: only 1 prompts here"),
     ],
 )
 def test_results_of_another_run_are_not_gone_on_with(ask, write, tmp_path, monkeypatch, changed, reason):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt_ids": [7, 9, 1]}, {"prompt_ids": [7, 9, 2]}]
-    for name, some in {"first": rows, "fewer": rows[:1], "other": [rows[0], {"prompt_ids": [7, 9]}]}.items():
+    for name, some in {"first": rows, "fewer": rows[:1], "other": [rows[0], {"prompt_ids": [7, 9, 3]}]}.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in some))
     ask("--prompts", "first", *SAMPLED, "--output", "out")
     before = (tmp_path / "out").read_bytes()
@@ -366,7 +388,7 @@ BAD = {
         "--seed": ("-1", str(2**32), "x"),
         "--block-size": ("0", "1", "-8", "b"),
         "--stop": ("a", "1.0"),
-        "--mesh": ("", "2", "data=0", "model=2", "data=2,data=2", "data=9,tensor=1"),
+        "--mesh": ("", "2", "data=0", "model=2", "data=2,data=2", "data=9,tensor=1", "data=99999999999", "data=٢"),
     }.items()
     for value in values
 }

@@ -175,6 +175,14 @@ def test_the_command_spreads_over_devices_and_processes(tmp_path):
     assert statuses == [2, 2]
     assert re.fullmatch(r"error: --output .*2\.jsonl: there already; .*\n", err[0])
     assert err[1] == "error: --output: the first process tells what is wrong with it\n"
+    statuses, out, err = run_processes(2, 4, *command, str(tmp_path / "new"), "--mesh", "data=4")
+    assert statuses == [2, 2]
+    assert all(
+        "--mesh: 4 of 8 devices leave process 1 without one; sizes that make 8 are right" in line for line in err
+    )
+    statuses, out, err = run_processes(1, 8, *command, str(tmp_path / "new"), "--mesh", "tensor=5")
+    assert statuses == [2]
+    assert re.search(r"error: .*--mesh: tensor=5 does not divide an axis of \d+; a number that does is right\n", err[0])
     statuses, out, err = run_processes(1, 8, *command, str(tmp_path / "new"), "--batch-size", "6")
     assert statuses == [2]
     assert "error: --batch-size: 6 rows do not divide over data=4 of the --mesh; a multiple of it is right" in err[0]
