@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from convert import names
 from dflash_jax import sharding
 from dflash_jax.errors import UserError
+from inference import generate
 from tests import mesh_worker, pair, tiny
 
 BIASED: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
@@ -160,20 +161,23 @@ def test_the_command_spreads_over_devices_and_processes(tmp_path):
         "data=4,tensor=2",
         "--output",
     ]
-    found = []
-    for count in (1, 2):
-        output = tmp_path / f"{count}.jsonl"
-        statuses, out, err = run_processes(count, 8 // count, *command, str(output))
-        assert statuses == [0] * count, err
-        assert out == [""] * count
-        assert [line.split()[0] for line in err[0].splitlines()] == ["reading", "reading", "compiling", "answering"]
-        assert err[1:] == [""] * (count - 1)
-        found.append([json.loads(line)["token_ids"] for line in output.read_text().splitlines()])
-    assert len(found[0]) == 9
-    assert found[0] == found[1]
+    output = tmp_path / "out.jsonl"
+    statuses, out, err = run_processes(2, 4, *command, str(output))
+    assert statuses == [0, 0], err
+    assert out == ["", ""]
+    assert [line.split()[0] for line in err[0].splitlines()] == ["reading", "reading", "compiling", "answering"]
+    assert err[1] == ""
+    alone = [*command[1:-3], "--output", str(tmp_path / "alone.jsonl")]  # without --mesh
+    generate.main(alone)
+    found, expected = (
+        [json.loads(line)["token_ids"] for line in path.read_text().splitlines()]
+        for path in (output, tmp_path / "alone.jsonl")
+    )
+    assert len(found) == 9
+    assert found == expected
     statuses, out, err = run_processes(2, 4, *command, str(output))
     assert statuses == [2, 2]
-    assert re.fullmatch(r"error: --output .*2\.jsonl: there already; .*\n", err[0])
+    assert re.fullmatch(r"error: --output .*out\.jsonl: there already; .*\n", err[0])
     assert err[1] == "error: --output: the first process tells what is wrong with it\n"
     statuses, out, err = run_processes(2, 4, *command, str(tmp_path / "new"), "--mesh", "data=4")
     assert statuses == [2, 2]
