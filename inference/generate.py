@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
         names = [prompt.where for prompt in asked]
         encoded = [_encoded(args, prompt, tokenizer) for prompt in asked]
         asked.clear()  # long texts need not wait for their answers
-        others = (str(source.path), sampling.max_new_tokens, sorted(sampling.stop_token_ids))
+        others = (str(source.path.resolve()), sampling.max_new_tokens, sorted(sampling.stop_token_ids))
         asked_for = [results.digest(ids, *others) for ids in encoded]
         with _output(args, asked_for) as (file, done):
             if done == len(encoded):
