@@ -201,22 +201,10 @@ def decode(models: Models, weights: Weights, state: DecodeState, blocks: Int[Arr
     return jax.lax.while_loop(busy, step, (jnp.zeros((), jnp.int32), state))[1]
 
 
-class View(NamedTuple):
-    """What the host looks at, whole on every device."""
-
-    tokens: Int[Array, "b s"]
-    drafted: Bool[Array, "b s"]
-    emitted: Int[Array, "b s"]
-    lengths: Int[Array, "b"]
-    blocks: Int[Array, "b"]
-    finish: Int[Array, "b"]
-
-
 @functools.partial(jax.jit, static_argnames="models")
-def look(models: Models, state: DecodeState) -> View:
-    """Gather what the host looks at."""
-    view = View(state.tokens, state.drafted, state.emitted, state.lengths, state.blocks, state.finish)
-    return sharding.constrain(models.mesh, sharding.WHOLE, view)
+def look(models: Models, state: DecodeState) -> DecodeState:
+    """Return the state without its caches, whole on every device, for the host to look at."""
+    return sharding.constrain(models.mesh, sharding.WHOLE, state._replace(target=(), draft=()))
 
 
 def decode_block(models: Models, weights: Weights, state: DecodeState) -> DecodeState:

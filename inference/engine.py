@@ -363,17 +363,17 @@ class Engine:
             ),
         )
 
-    def _look(self, view: decode.View, rows: dict[int, _Row]) -> list[tuple[int, Generation]]:
-        tokens, drafted, emitted, lengths, blocks, finish = jax.device_get(view)
+    def _look(self, view: decode.DecodeState, rows: dict[int, _Row]) -> list[tuple[int, Generation]]:
+        seen: decode.DecodeState = jax.device_get(view)
         now = time.perf_counter()
         found = []
         for place, row in rows.items():
-            answer = slice(row.prompt_length, lengths[place] + 1)
+            answer = slice(row.prompt_length, seen.lengths[place] + 1)
             generation = Generation(
-                token_ids=tokens[place, answer].tolist(),
-                drafted=drafted[place, answer].tolist(),
-                emitted_per_block=emitted[place, : blocks[place]].tolist(),
-                finish_reason=FINISH_REASONS.get(int(finish[place])),
+                token_ids=seen.tokens[place, answer].tolist(),
+                drafted=seen.drafted[place, answer].tolist(),
+                emitted_per_block=seen.emitted[place, : seen.blocks[place]].tolist(),
+                finish_reason=FINISH_REASONS.get(int(seen.finish[place])),
                 prefill_seconds=row.prefill_seconds,
                 decode_seconds=now - row.began,
             )
