@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from convert import cli, load_tokenizer
+from convert.demo_target import find_demo_target
 from inference import prompts
-from inference.demo import DEMO_DRAFT, QUESTIONS, Pace, compare, find_demo_target
+from inference.demo import DEMO_DRAFT, QUESTIONS, Pace, compare
 from inference.engine import Engine, SamplingConfig
 
 BLOCK_SIZE = 8

@@ -6,7 +6,8 @@ Both kinds of answers alternate in one run, after a warm-up; times leave the pre
 from collections.abc import Sequence
 
 from convert import cli, load_tokenizer
-from inference.demo import DEMO_DRAFT, QUESTIONS, Pace, compare, find_demo_target
+from convert.demo_target import find_demo_target
+from inference.demo import DEMO_DRAFT, QUESTIONS, Pace, compare
 from inference.engine import Engine, SamplingConfig
 from inference.prompts import encode, from_text
 

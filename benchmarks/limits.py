@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from convert import cli
+from convert.demo_target import find_demo_target
 from dflash_jax.parameters import Params
-from inference.demo import DEMO_DRAFT, find_demo_target
+from inference.demo import DEMO_DRAFT
 from inference.engine import Engine, SamplingConfig
 
 PASSES, ROUNDS = 16, 5

