@@ -11,10 +11,12 @@ from convert import progress
 from convert.cli import Parser, run
 from convert.inspection import inspect
 from convert.to_flax import to_flax
+from convert.to_hf import to_hf
 
 SOURCE = "Flax checkpoint, Hugging Face directory, .gguf file or hub id (owner/name)"
 EXAMPLE = """example:
   python -m convert to-flax Qwen/Qwen3-4B qwen3-4b --dtype bfloat16
+  python -m convert to-hf my-draft-flax my-draft
   python -m convert inspect qwen3-4b --json"""
 
 
@@ -25,21 +27,25 @@ def main(arguments: Sequence[str]) -> None:
     jax.config.update("jax_platforms", "cpu")
     if options.command == "inspect":
         _print(inspect(options.path), as_json=options.json)
-    else:
-        manifest = to_flax(options.source, Path(options.destination), options.dtype, watch=progress.show)
-        print(f"{options.destination}: {manifest['kind']}, {manifest['parameters']:,} parameters, {manifest['dtype']}")
+        return
+    write = {"to-flax": to_flax, "to-hf": to_hf}[options.command]
+    made = write(options.source, Path(options.destination), options.dtype, watch=progress.show)
+    print(f"{options.destination}: {made['kind']}, {made['parameters']:,} parameters, {made['dtype']}")
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m convert", description=__doc__, epilog=EXAMPLE)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    text = "write a Flax checkpoint"
-    command = commands.add_parser("to-flax", help=text, description=text, epilog=EXAMPLE)
-    command.add_argument("source", metavar="SRC", help=SOURCE)
-    command.add_argument("destination", metavar="DST", help="directory to write, which must not be there yet")
-    command.add_argument(
-        "--dtype", default="keep", metavar="keep|float32|bfloat16", help="of the parameters written (default: keep)"
-    )
+    for name, text in (
+        ("to-flax", "write a Flax checkpoint"),
+        ("to-hf", "write a Hugging Face directory: a target, or a draft in the layout that vLLM and SGLang load"),
+    ):
+        command = commands.add_parser(name, help=text, description=text, epilog=EXAMPLE)
+        command.add_argument("source", metavar="SRC", help=SOURCE)
+        command.add_argument("destination", metavar="DST", help="directory to write, which must not be there yet")
+        command.add_argument(
+            "--dtype", default="keep", metavar="keep|float32|bfloat16", help="of the parameters written (default: keep)"
+        )
     text = "say what a checkpoint is, from its headers"
     command = commands.add_parser("inspect", help=text, description=text, epilog=EXAMPLE)
     command.add_argument("path", metavar="PATH", help=SOURCE)

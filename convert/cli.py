@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's complaint as a `UserError`, which `run` prints."""
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        unknown = re.match(r"unrecognized arguments: (--[\w.-]+)", message)
         near = difflib.get_close_matches(unknown[1], self._flags(), n=1) if unknown else []
         hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` shows what is right"
         raise UserError(f"{message}; {hint}")

@@ -1,14 +1,18 @@
-"""Small readers of files whose faults are the user's, told in one line that names the file."""
+"""Files in and out, whose faults are the user's and are told in one line that names the file."""
 
 import collections
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
+import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.errors import UserError
+from dflash_jax.errors import UserError, check
 
 
 @contextlib.contextmanager
@@ -57,6 +61,80 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+@contextlib.contextmanager
+def new_directory(destination: Path) -> Iterator[Path]:
+    """Give a directory to fill, which becomes `destination` when all went well and is removed when not.
+
+    Raises:
+        UserError: the destination is there already, or its parent is not.
+    """
+    check(not os.path.lexists(destination), f"{destination}: is there already; a path that is not is right")
+    parent = destination.absolute().parent
+    # Not by the process's number: in containers it is the same again, and one that was killed leaves its own behind.
+    partial = parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
+    try:
+        check(parent.is_dir(), f"{parent}: no such directory; one that is there is right")
+        partial.mkdir()
+    except OSError as error:
+        raise UserError(f"{parent}: cannot be written to ({error.strerror})") from error
+    try:
+        yield partial
+        for written in (*partial.rglob("*"), partial):
+            _sync(written)
+        check(not os.path.lexists(destination), f"{destination}: appeared meanwhile; a path of one's own is right")
+        partial.rename(destination)
+        _sync(parent)
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_file(file: Path) -> Iterator[Path]:
+    """Give a name to write to; what was written becomes `file`, for good and in one go, when all went well.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield partial
+        _sync(partial)
+        partial.replace(file)
+        _sync(file.parent)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written ({error.strerror or error}); room for it is right") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Keep other processes from doing the same, for as long as this one lives at most.
+
+    Raises:
+        UserError: another one does it.
+    """
+    with file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError("another run is in it; waiting for that, or another name, is right") from error
+        yield
+
+
+def check_room(directory: Path, needed: int) -> None:
+    """Refuse to begin what cannot be finished.
+
+    Raises:
+        OSError: fewer bytes are free where the directory lies.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(f"{needed:,} bytes are needed, and {free:,} are free")
+
+
 def sha256(file: Path) -> str:
     """Return the hexadecimal digest of a file's bytes."""
     with file.open("rb") as opened:
@@ -78,3 +156,11 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice:
         raise UserError(f"{', '.join(twice)} more than once; once is right")
     return dict(pairs)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

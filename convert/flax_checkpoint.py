@@ -4,9 +4,6 @@ import contextlib
 import functools
 import json
 import logging
-import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from convert import names, weights
-from convert.files import about, read_json, write_json
+from convert.files import about, check_room, read_json, write_json
 from convert.huggingface import HuggingFaceSource
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError, check
@@ -90,45 +87,13 @@ class FlaxSource(HuggingFaceSource):
         return sorted(file for file in self.path.rglob("*") if file.is_file())
 
 
-@contextlib.contextmanager
-def new_directory(destination: Path) -> Iterator[Path]:
-    """Give a directory to fill, which becomes `destination` when all went well and is removed when not.
-
-    Raises:
-        UserError: the destination is there already, or its parent is not.
-    """
-    check(not os.path.lexists(destination), f"{destination}: is there already; a path that is not is right")
-    parent = destination.absolute().parent
-    # Not by the process's number: in containers it is the same again, and one that was killed leaves its own behind.
-    partial = parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
-    try:
-        check(parent.is_dir(), f"{parent}: no such directory; one that is there is right")
-        partial.mkdir()
-    except OSError as error:
-        raise UserError(f"{parent}: cannot be written to ({error.strerror})") from error
-    try:
-        yield partial
-        for written in (*partial.rglob("*"), partial):
-            _sync(written)
-        check(not os.path.lexists(destination), f"{destination}: appeared meanwhile; a path of one's own is right")
-        partial.rename(destination)
-        _sync(parent)
-    except OSError as error:
-        raise UserError(f"{destination}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def write(directory: Path, params: Params, hf_config: dict[str, Any], manifest: dict[str, Any]) -> None:
     """Write config, parameters and, last, the manifest into a directory.
 
     Raises:
         OSError: no room, or whatever else the file system objects to.
     """
-    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OSError(f"{needed:,} bytes are needed, and {free:,} are free")
+    check_room(directory, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
     write_json(directory / "config.json", hf_config)
     # Compressing would hold everything a second time, and take ten times as long, for little: weights are noise.
     with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
@@ -157,11 +122,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

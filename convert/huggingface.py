@@ -128,7 +128,7 @@ class HuggingFaceSource:
                 shutil.copyfile(self.path / name, directory / name)
 
     def _wanted(self, config: TargetConfig | DraftConfig) -> dict[str, names.Tensor]:
-        return names.expected(config, "target" if isinstance(config, TargetConfig) else "draft")
+        return names.expected(config, names.published_layout(config))
 
     def _blocks(self, name: str) -> Iterator[np.ndarray]:
         header = self.headers[name]

@@ -1,12 +1,15 @@
-"""What a checkpoint is, from its headers alone."""
+"""What a checkpoint is."""
 
 import math
 from typing import Any
+
+import jax
 
 from convert import names
 from convert.load import any_config, stop_token_ids
 from convert.sources import open_source
 from dflash_jax.config import DRAFT_ARCHITECTURE, FAMILIES, DraftConfig, TargetConfig
+from dflash_jax.parameters import Params
 
 
 def inspect(name: str) -> dict[str, Any]:
@@ -34,6 +37,16 @@ def inspect(name: str) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_positions": config.max_positions,
         "chat_template": source.has_chat_template(),
+    }
+
+
+def summary(config: TargetConfig | DraftConfig, params: Params) -> dict[str, Any]:
+    """Say of a checkpoint in memory what its kind is, its dtype (or those that it mixes), and how large it is."""
+    leaves = jax.tree.leaves(params)
+    return {
+        "kind": "target" if isinstance(config, TargetConfig) else "draft",
+        "dtype": "+".join(sorted({leaf.dtype.name for leaf in leaves})),
+        "parameters": sum(leaf.size for leaf in leaves),
     }
 
 

@@ -78,6 +78,11 @@ def shapes(config: TargetConfig | DraftConfig) -> Mapping[str, Shape]:
     return MappingProxyType({path: leaf.shape for path, leaf in flatten(parameters.shapes(config)).items()})
 
 
+def published_layout(config: TargetConfig | DraftConfig) -> Layout:
+    """Return the layout in which models of this kind are published."""
+    return "target" if isinstance(config, TargetConfig) else "draft"
+
+
 def expected(config: TargetConfig | DraftConfig, layout: Layout) -> dict[str, Tensor]:
     """Return every tensor that a checkpoint of this config has, by its name in the layout."""
     tensors = {}

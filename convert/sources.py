@@ -52,6 +52,12 @@ class Source(Protocol):
         """Put the tokenizer's files and the generation config into a directory."""
 
 
+def check_outside(source: Source, destination: Path) -> None:
+    """Refuse to write into a Flax checkpoint that is being read: every file in it is part of it."""
+    inside = isinstance(source, FlaxSource) and destination.resolve().is_relative_to(source.path.resolve())
+    check(not inside, f"{destination}: lies in the Flax checkpoint that is read; a path outside it is right")
+
+
 def open_source(name: str) -> Source:
     """Open a checkpoint by its path or hub id, and read its headers.
 

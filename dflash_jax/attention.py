@@ -4,27 +4,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax import running_softmax
 from dflash_jax.config import TransformerConfig
-from dflash_jax.layers import EXACT, Linear, RMSNorm
+from dflash_jax.layers import Linear, RMSNorm
 from dflash_jax.rope import rotate
+from dflash_jax.running_softmax import Mix, Segment
 
 # Rows of a buffer that are read at once.
 PIECE = 256
 
 CosSin = tuple[Float[Array, "b t r"], Float[Array, "b t r"]]
-
-
-class Segment(NamedTuple):
-    """Keys and values of one place, and which of them each query sees. The mask's batch may be 1."""
-
-    keys: Float[Array, "b k s h"]
-    values: Float[Array, "b k s h"]
-    visible: Bool[Array, "m t s"]
 
 
 class Buffer(NamedTuple):
@@ -36,27 +28,14 @@ class Buffer(NamedTuple):
     filled: Int[Array, ""]
 
 
-class _Mix(NamedTuple):
-    """A softmax on its way over the keys: the highest score so far, and sums of weights relative to it."""
-
-    highest: Float[Array, "b k m 1"]
-    weights: Float[Array, "b k m 1"]
-    values: Float[Array, "b k m h"]
-
-
 def attend(queries: Float[Array, "b n t h"], segments: Sequence[Segment | Buffer]) -> Float[Array, "b t nh"]:
-    """Attend to all segments under one softmax, which runs in float32 or wider (law 13).
+    """Attend to all segments under one softmax.
 
-    Every query must see at least one key. Query head i uses key head i // (n / k). Segments are never joined: a cache
-    is read where it lies, and on CPUs only as far as it is filled.
+    Every query must see at least one key. Segments are never joined: a cache is read where it lies, and on CPUs only
+    as far as it is filled.
     """
-    b, n, t, h = queries.shape
-    k = segments[0].keys.shape[1]
-    # The heads that share a key head become rows of one product.
-    grouped = queries.reshape(b, k, (n // k) * t, h)
-    wide = np.promote_types(queries.dtype, np.float32)
-    column = jnp.zeros((b, k, grouped.shape[2], 1), wide)
-    mix = _Mix(column + jnp.finfo(wide).min, column, jnp.zeros(grouped.shape, wide))
+    grouped = running_softmax.group(queries, segments[0].keys.shape[1])
+    mix = running_softmax.begin(grouped)
     for segment in segments:
         if isinstance(segment, Buffer) and segment.keys.shape[2] % PIECE == 0:
             # An accelerator reads rows faster than it decides whether to.
@@ -64,45 +43,29 @@ def attend(queries: Float[Array, "b n t h"], segments: Sequence[Segment | Buffer
         else:
             mix = _add(mix, grouped, segment)
     mixed = (mix.values / mix.weights).astype(queries.dtype)
-    return mixed.reshape(b, n, t, h).swapaxes(1, 2).reshape(b, t, n * h)
+    return join_heads(mixed.reshape(queries.shape))
 
 
-def _add_pieces(mix: _Mix, grouped: Float[Array, "b k m h"], segment: Buffer) -> _Mix:
+def join_heads(heads: Float[Array, "b n t h"]) -> Float[Array, "b t nh"]:
+    """Put what the heads of a position found side by side."""
+    b, n, t, h = heads.shape
+    return heads.swapaxes(1, 2).reshape(b, t, n * h)
+
+
+def _add(mix: Mix, grouped: Float[Array, "b k m h"], segment: Segment | Buffer) -> Mix:
+    return running_softmax.add(mix, grouped, Segment(segment.keys, segment.values, segment.visible))
+
+
+def _add_pieces(mix: Mix, grouped: Float[Array, "b k m h"], segment: Buffer) -> Mix:
     """Add the filled rows of a buffer, and those after them up to the end of a piece."""
 
-    def add(i: Array, mix: _Mix) -> _Mix:
+    def add(i: Array, mix: Mix) -> Mix:
         def piece(rows: Array, axis: int) -> Array:
             return jax.lax.dynamic_slice_in_dim(rows, i * PIECE, PIECE, axis)
 
         return _add(mix, grouped, Segment(piece(segment.keys, 2), piece(segment.values, 2), piece(segment.visible, 2)))
 
     return jax.lax.fori_loop(0, -(-segment.filled // PIECE), add, mix)
-
-
-def _add(mix: _Mix, grouped: Float[Array, "b k m h"], segment: Segment | Buffer) -> _Mix:
-    """Add keys to the softmax. Adding hidden ones changes not a bit once a visible one is in."""
-    scores = _scores(grouped, segment)
-    highest = jnp.maximum(mix.highest, scores.max(axis=-1, keepdims=True))
-    before = jnp.exp(mix.highest - highest)
-    weights = jnp.exp(scores - highest)
-    values = jnp.einsum(
-        "bkms,bksh->bkmh",
-        weights.astype(segment.values.dtype),
-        segment.values,
-        precision=EXACT,
-        preferred_element_type=scores.dtype,
-    )
-    return _Mix(highest, mix.weights * before + weights.sum(axis=-1, keepdims=True), mix.values * before + values)
-
-
-def _scores(grouped: Float[Array, "b k m h"], segment: Segment | Buffer) -> Float[Array, "b k m s"]:
-    wide = np.promote_types(grouped.dtype, np.float32)
-    scores = jnp.einsum("bkmh,bksh->bkms", grouped, segment.keys, precision=EXACT, preferred_element_type=wide)
-    scores *= grouped.shape[-1] ** -0.5
-    b, k, m, s = scores.shape
-    t = segment.visible.shape[1]
-    shown = jnp.where(segment.visible[:, None, None], scores.reshape(b, k, m // t, t, s), jnp.finfo(wide).min)
-    return shown.reshape(b, k, m, s)
 
 
 class Attention(nn.Module):
@@ -135,7 +98,11 @@ class Attention(nn.Module):
 
     def output(self, queries: Float[Array, "b n t h"], segments: Sequence[Segment | Buffer]) -> Float[Array, "b t d"]:
         """Attend, and project back to the hidden size."""
-        return self.o_proj(attend(queries, segments))
+        return self.project(attend(queries, segments))
+
+    def project(self, mixed: Float[Array, "b t nh"]) -> Float[Array, "b t d"]:
+        """Project what was attended to back to the hidden size."""
+        return self.o_proj(mixed)
 
     def _heads(self, x: Float[Array, "b t nh"]) -> Float[Array, "b n t h"]:
         b, t, _ = x.shape

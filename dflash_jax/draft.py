@@ -8,12 +8,15 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import masks
-from dflash_jax.attention import Buffer, CosSin, Segment
+from dflash_jax.anchors import Anchors, block_spans
+from dflash_jax.attention import Buffer, CosSin, join_heads
+from dflash_jax.block_attention import Own, Spans, attend_spans
 from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import DraftConfig
 from dflash_jax.decoder_layer import DecoderLayer
 from dflash_jax.layers import Linear, RMSNorm
 from dflash_jax.rope import angles
+from dflash_jax.running_softmax import Segment
 
 
 class DraftLayer(DecoderLayer):
@@ -33,6 +36,23 @@ class DraftLayer(DecoderLayer):
             Segment(*self.attention.keys_values(normed, cos_sin), within),
         ]
         x = x + self.attention.output(queries, segments)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def over_blocks(
+        self,
+        x: Float[Array, "b q d"],
+        block_turns: tuple[Float[Array, "b q r"], Float[Array, "b q r"]],
+        fused: Float[Array, "b s d"],
+        context_turns: tuple[Float[Array, "b s r"], Float[Array, "b s r"]],
+        spans: Spans,
+        t: int,
+    ) -> Float[Array, "b q d"]:
+        """Return the layer's output for all blocks of a row at once, each t of the q slots."""
+        normed = self.input_norm(x)
+        queries = self.attention.queries(normed, block_turns)
+        context = self.attention.keys_values(fused, context_turns)
+        own = Own(*self.attention.keys_values(normed, block_turns), masks.block(self.layer, t)[0])
+        x = x + self.attention.project(join_heads(attend_spans(queries, *context, spans, own)))
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -68,6 +88,39 @@ class Draft(nn.Module):
         for module, layer, rows in zip(self.layers, self.config.layers, cache, strict=True):
             x = module(x, turns[layer.rotary], rows, start)
         return self.final_norm(x)
+
+    def over_blocks(
+        self,
+        blocks: Float[Array, "b m t d"],
+        anchors: Anchors,
+        features: Float[Array, "b s pd"],
+        starts: Int[Array, "b s"],
+        remat: bool = False,
+    ) -> Float[Array, "b m t d"]:
+        """Run all blocks of whole rows at once, for training; no block sees another (law 5).
+
+        Args:
+            blocks: target embeddings, the anchor's, then masks.
+            anchors: where the blocks stand.
+            features: the target's taps of the rows.
+            starts: where each position's document starts.
+            remat: keep only the layers' inputs for the backward pass, and compute the rest again.
+
+        Returns:
+            Hidden states after the final norm, for the target's head; slot 0's, and those of anchors that are not
+            valid, mean nothing.
+        """
+        b, m, t, d = blocks.shape
+        x = blocks.reshape(b, m * t, d) * jnp.asarray(self.config.input_embedding_scale, blocks.dtype)
+        fused = self.context_norm(self.fc(features))
+        rows = masks.positions(jnp.zeros(b, starts.dtype), features.shape[1]) - starts
+        spots = anchors.rows - jnp.take_along_axis(starts, anchors.rows, axis=1)
+        slots = masks.positions(spots.reshape(-1), t).reshape(b, m * t)
+        run = nn.remat(DraftLayer.over_blocks, static_argnums=(6,)) if remat else DraftLayer.over_blocks
+        for module, layer in zip(self.layers, self.config.layers, strict=True):
+            turns = [angles(layer.rotary, self.config.head_dim, at) for at in (slots, rows)]
+            x = run(module, x, turns[0], fused, turns[1], block_spans(layer, starts, anchors, t), t)
+        return self.final_norm(x).reshape(b, m, t, d)
 
     def initialise(self, features: Float[Array, "b t pd"], block: Float[Array, "b t d"], cache: Cache) -> None:
         """Touch every parameter once, for `init`."""

@@ -9,7 +9,9 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import masks
-from dflash_jax.attention import Buffer, CosSin
+from dflash_jax.anchors import row_spans
+from dflash_jax.attention import Buffer, CosSin, join_heads
+from dflash_jax.block_attention import attend_spans
 from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoder_layer import DecoderLayer
@@ -31,6 +33,15 @@ class TargetLayer(DecoderLayer):
         filled = start.max() + x.shape[1]
         x = x + self.attention.output(queries, [Buffer(cache.keys, cache.values, seen, filled)])
         return x + self.mlp(self.mlp_norm(x)), cache
+
+    def over_row(self, x: Float[Array, "b s d"], cos_sin: CosSin, starts: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+        """Return the layer's output for whole rows at once, without a cache."""
+        normed = self.input_norm(x)
+        queries = self.attention.queries(normed, cos_sin)
+        keys, values = self.attention.keys_values(normed, cos_sin)
+        mixed = attend_spans(queries, keys, values, row_spans(self.layer, starts), None)
+        x = x + self.attention.project(join_heads(mixed))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Target(nn.Module):
@@ -69,6 +80,26 @@ class Target(nn.Module):
             filled.append(grown)
         features = jnp.concatenate([outputs[i] for i in self.taps] or [x[..., :0]], axis=-1)
         return self.final_norm(x), features, tuple(filled)
+
+    def read(
+        self, tokens: Int[Array, "b s"], starts: Int[Array, "b s"], *, through: bool
+    ) -> tuple[Float[Array, "b s pd"], Float[Array, "b s d"] | None]:
+        """Run whole rows of documents, for training; `starts` says where each position's document starts.
+
+        Returns:
+            Features, and hidden states after the final norm if `through`; otherwise the last tap is the last layer run.
+        """
+        x = self.embed(tokens)
+        spots = masks.positions(jnp.zeros(tokens.shape[0], starts.dtype), tokens.shape[1]) - starts
+        turns = {layer.rotary: angles(layer.rotary, self.config.head_dim, spots) for layer in self.config.layers}
+        outputs = []
+        for module, layer in zip(
+            self.layers[: None if through else max(self.taps) + 1], self.config.layers, strict=False
+        ):
+            x = module.over_row(x, turns[layer.rotary], starts)
+            outputs.append(x)
+        features = jnp.concatenate([outputs[i] for i in self.taps], axis=-1)
+        return features, self.final_norm(x) if through else None
 
     def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         """Look up the embedding's rows; also for drafts, which have none of their own (law 4)."""

@@ -101,7 +101,7 @@ class _Prompt:
     tokens: Sequence[int]
 
 
-def _numbered(prompts: Iterable[Sequence[int]]) -> Iterator[_Prompt]:
+def numbered(prompts: Iterable[Sequence[int]]) -> Iterator[_Prompt]:
     """Give prompts numbers by what they say, not by where they stand, so that neighbours change no sample (law 10).
 
     The same prompt gets another number each time it comes.
@@ -247,7 +247,7 @@ class Engine:
         for i, prompt in enumerate(prompts):
             self.check_prompt(prompt, sampling, f"prompt {i}")
         self.warm_up(speculate)
-        waiting = itertools.islice(_numbered(prompts), skip, None)
+        waiting = itertools.islice(numbered(prompts), skip, None)
         yield from self._serve(waiting, sampling, speculate, BLOCKS_A_LOOK_STREAMING if live else BLOCKS_A_LOOK)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingConfig, speculate: bool = True) -> Iterator[list[int]]:
@@ -291,7 +291,7 @@ class Engine:
         if models in self._warm:
             return
         once = SamplingConfig(max_new_tokens=2)
-        for _ in self._serve(_numbered([[0]]), once, speculate, BLOCKS_A_LOOK):
+        for _ in self._serve(numbered([[0]]), once, speculate, BLOCKS_A_LOOK):
             pass
         self._warm.add(models)
 

@@ -69,9 +69,9 @@ def main(argv: Sequence[str]) -> None:
     mesh = _mesh(args)
     asked = _read_prompts(args)
     ckpt, draft = _checkpoints(args)
-    with _memory_named():
+    with memory_named():
         source = open_source(ckpt)
-        _check_memory(args, target_config(source), mesh)
+        check_memory(args, target_config(source), mesh)
         tokenizer = _tokenizer(args, source, asked)
         names = [prompt.where for prompt in asked]
         encoded = [_encoded(args, prompt, tokenizer) for prompt in asked]
@@ -93,8 +93,8 @@ def main(argv: Sequence[str]) -> None:
             elif args.json or args.output:
                 write = file.write if file else results.print_line
                 settings = {"block_size": engine.block_size, **_settings(args)}
-                whole = (answer for answer in answers if answer[1].finish_reason)
-                for index, generation in progress.show(whole, len(encoded) - done, "answering") if file else whole:
+                ended = (answer for answer in answers if answer[1].finish_reason)
+                for index, generation in progress.show(ended, len(encoded) - done, "answering") if file else ended:
                     known = settings | ({"asked": asked_for[index]} if file else {})
                     write(results.record(generation, tokenizer, len(encoded[index]), known))
             else:
@@ -165,15 +165,15 @@ def _parser() -> cli.Parser:
     )
     models.add_argument(
         "--block-size",
-        type=_whole(2),
+        type=whole(2),
         metavar="B",
         help="tokens that a pass of the target checks (default: the draft's)",
     )
     models.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default: %(default)s)")
-    models.add_argument("--batch-size", type=_whole(1), default=1, metavar="N", help="answers at a time (default: 1)")
+    models.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="answers at a time (default: 1)")
     models.add_argument(
         "--max-length",
-        type=_whole(2),
+        type=whole(2),
         default=2048,
         metavar="N",
         help="most tokens of a prompt and its answer (default: 2048)",
@@ -197,7 +197,7 @@ def _parser() -> cli.Parser:
         help="let a model think first that can (default: no)",
     )
     answer = parser.add_argument_group("answers")
-    answer.add_argument("--max-new-tokens", type=_whole(1), default=256, metavar="N", help="at most (default: 256)")
+    answer.add_argument("--max-new-tokens", type=whole(1), default=256, metavar="N", help="at most (default: 256)")
     answer.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
     answer.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P in all"
@@ -214,7 +214,9 @@ def _parser() -> cli.Parser:
     return parser
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def whole(least: int) -> Callable[[str], int]:
+    """Return what reads a flag's whole number of `least` or more."""
+
     def number(text: str) -> int:
         try:
             value = int(text)
@@ -361,7 +363,7 @@ def _engine(args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh) 
         )
 
 
-def _check_memory(args: argparse.Namespace, target: TargetConfig, mesh: Mesh) -> None:
+def check_memory(args: argparse.Namespace, target: TargetConfig, mesh: Mesh) -> None:
     """Refuse, before asking the system for it, room for more tokens than memory can hold.
 
     Raises:
@@ -385,7 +387,7 @@ def _memory(mesh: Mesh) -> int:
 
 
 @contextlib.contextmanager
-def _memory_named() -> Iterator[None]:
+def memory_named() -> Iterator[None]:
     """Turn running out of memory into a line that names what to ask less of."""
     try:
         yield

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 
 from dflash_jax.errors import UserError, check
 
+BOM = b"\xef\xbb\xbf"
 FORMS = ("prompt", "messages", "prompt_ids")
 ROW = '{"prompt": "…"}, {"messages": […]} or {"prompt_ids": […]}'
 ROLES = ("system", "user", "assistant", "tool")
@@ -47,7 +48,7 @@ def from_stream(stream: BinaryIO, *, raw: bool) -> Prompt:
         UserError: as `from_text`.
     """
     where = "standard input"
-    text = _utf8(stream.read(), where)
+    text = utf8(stream.read(), where)
     return from_text(text if raw else text.removesuffix("\n").removesuffix("\r"), where)
 
 
@@ -61,8 +62,8 @@ def from_file(name: str) -> list[Prompt]:
         content = Path(name).read_bytes()
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror}); a JSONL file of prompts is right") from error
-    lines = _utf8(content.removeprefix(b"\xef\xbb\xbf"), name).split("\n")
-    prompts = [_row(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    lines = utf8(content.removeprefix(BOM), name).split("\n")
+    prompts = [_prompt(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     check(bool(prompts), f"{name}: empty; a row {ROW} for each prompt is right")
     return prompts
 
@@ -109,35 +110,77 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any, thinking: bool, wher
     return ids
 
 
-def _utf8(content: bytes, where: str) -> str:
+def utf8(content: bytes, where: str) -> str:
+    """Read bytes as text.
+
+    Raises:
+        UserError: they are none in UTF-8.
+    """
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not valid UTF-8 text (byte {error.start + 1})") from error
 
 
-def _row(line: str, where: str) -> Prompt:
+def read_row(line: str, where: str, right: str = ROW) -> dict[str, Any]:
+    """Read a row of a JSONL file; `right` shows what rows look like.
+
+    Raises:
+        UserError: no JSON object.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}); a row {ROW} is right") from error
-    check(isinstance(row, dict), f"{where}: a JSON {type(row).__name__}; a row {ROW} is right")
+        raise UserError(f"{where}: not valid JSON ({error}); a row {right} is right") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a JSON {type(row).__name__}; a row {right} is right")
+    return row
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    row = read_row(line, where)
     forms = [form for form in FORMS if form in row]
     check(len(forms) == 1, f"{where}: {' and '.join(forms) or 'no prompt'}; one of {', '.join(FORMS)} is right")
     form, value = forms[0], row[forms[0]]
     if form == "prompt":
-        check(isinstance(value, str), f"{where}: prompt is {_kind(value)}; a text is right")
-        return from_text(value, where)
+        return check_text(value, where)
     if form == "messages":
-        return Prompt(where, messages=_messages(value, where))
+        messages = check_messages(value, where)
+        last = messages[-1]["role"]
+        check(last != "assistant", f"{where}: the last message is an answer; one to be answered is right")
+        return Prompt(where, messages=messages)
+    return Prompt(where, ids=check_ids(value, where))
+
+
+def check_ids(value: Any, where: str) -> list[int]:
+    """Return what a row has for `prompt_ids`, if that is what it is.
+
+    Raises:
+        UserError: it is no list of token ids.
+    """
     check(
         isinstance(value, list) and bool(value) and all(type(i) is int and abs(i) < 2**31 for i in value),
         f"{where}: prompt_ids is {_kind(value)}; a list of token ids, one or more, is right",
     )
-    return Prompt(where, ids=value)
+    return list(value)
 
 
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+def check_text(value: Any, where: str, name: str = "prompt") -> Prompt:
+    """Return the prompt that a row gives as a text, under the key `name`.
+
+    Raises:
+        UserError: it is no text, or as `from_text`.
+    """
+    check(isinstance(value, str), f"{where}: {name} is {_kind(value)}; a text is right")
+    return from_text(value, where)
+
+
+def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return what a row has for `messages`, if they are the messages of a chat.
+
+    Raises:
+        UserError: they are not, or one has no role that is known, or no text.
+    """
     check(
         isinstance(value, list) and bool(value),
         f'{where}: messages is {_kind(value)}; a list of {{"role": …, "content": …}}, one or more, is right',
@@ -150,8 +193,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
         check(role in ROLES, f"{name}: role {role!r}; {', '.join(ROLES)} are known")
         calls = role == "assistant" and bool(message.get("tool_calls"))
         check(isinstance(content, str) or calls, f"{name}: content is {_kind(content)}; a text is right")
-    check(value[-1]["role"] != "assistant", f"{where}: the last message is an answer; one to be answered is right")
-    return value
+    return list(value)
 
 
 def _kind(value: Any) -> str:

@@ -17,8 +17,6 @@ from inference.engine import Generation
 from inference.text import text_of
 
 Settings = Mapping[str, Any]
-# How a result begins, for telling one that was torn from what is none.
-BEGINNING = b'{"text": '
 NO_RESULT = "no result of this command; a file that --output wrote is right"
 
 
@@ -95,23 +93,39 @@ class ResultsFile:
         Raises:
             UserError: what is no result, or one of other prompts or settings, named by line and field.
         """
+        count = 0
+        for where, line in self.lines("text"):
+            check(count < len(asked), f"{where}: only {count} prompts here; the first run's are right")
+            check(
+                read_result(line, where, ("asked", "token_ids"), settings)["asked"] == asked[count],
+                f"{where}: it answers another prompt or target, or has another --max-new-tokens or --stop; the first "
+                "run's are right",
+            )
+            count += 1
+        return count
+
+    def lines(self, first: str) -> Iterator[tuple[str, bytes]]:
+        """Yield the results that are there, each after its place; then cut off one that was not written whole.
+
+        Nothing may be written before the last has been taken. `first` is the key that every result begins with.
+
+        Raises:
+            UserError: an end that is no beginning of a result: only what the command began to write may be cut off.
+        """
         if self._new:
-            return 0
-        count = end = 0
+            return
+        beginning = f'{{"{first}": '.encode()
+        end = 0
         with open(self._path, "rb") as lines:
-            for line in lines:
-                where = f"--output {self._path}, line {count + 1}"
+            for number, line in enumerate(lines, 1):
+                where = f"--output {self._path}, line {number}"
                 if not line.endswith(b"\n"):
-                    # Only what this command began to write may be cut off.
-                    check(BEGINNING.startswith(line[: len(BEGINNING)]), f"{where}: {NO_RESULT}")
+                    check(beginning.startswith(line[: len(beginning)]), f"{where}: {NO_RESULT}")
                     break
-                check(count < len(asked), f"{where}: only {count} prompts here; the first run's are right")
-                _check_same(line, where, asked[count], settings)
-                count += 1
+                yield where, line
                 end += len(line)
         self._file.seek(end)
         self._file.truncate()
-        return count
 
     def write(self, result: dict[str, Any]) -> None:
         """Add a result.
@@ -125,7 +139,7 @@ class ResultsFile:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise UserError(
-                f"--output {self._path}: cannot be written ({error.strerror}); more room, then --resume, is right"
+                f"--output {self._path}: cannot be written ({error.strerror}); more room, then going on, is right"
             ) from error
 
 
@@ -135,16 +149,17 @@ def digest(prompt: Sequence[int], *others: object) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def _check_same(line: bytes, where: str, asked: str, settings: Settings) -> None:
+def read_result(line: bytes, where: str, fields: Sequence[str], settings: Settings) -> dict[str, Any]:
+    """Return those fields of a result, and its settings.
+
+    Raises:
+        UserError: what is no result, or has other settings, named.
+    """
     try:
         result = json.loads(line)
-        found = {name: result[name] for name in ("asked", "token_ids", *settings)}
+        found = {name: result[name] for name in (*fields, *settings)}
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{where}: {NO_RESULT}") from error
     for name, value in settings.items():
         check(found[name] == value, f"{where}: {name} is {found[name]!r} there and {value!r} here; the same is right")
-    check(
-        found["asked"] == asked,
-        f"{where}: it answers another prompt or target, or has another --max-new-tokens or --stop; the first run's "
-        "are right",
-    )
+    return found

@@ -2,7 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.attention import PIECE, Buffer, Segment, attend
+from dflash_jax.attention import PIECE, Buffer, attend
+from dflash_jax.running_softmax import Segment
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 

@@ -91,7 +91,7 @@ def test_what_is_wrong_is_named(arguments, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("command", [[], ["to-flax"], ["inspect"]])
+@pytest.mark.parametrize("command", [[], ["to-flax"], ["to-hf"], ["inspect"]])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])

@@ -1,0 +1,277 @@
+"""The step against the laws, and against training without any of its machinery (`tests/dense.py`)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.anchors import Anchors, candidates, draw, label
+from dflash_jax.config import LayerConfig
+from tests import dense, tiny
+from tests.torch_models import random_params
+from training import optimizer, step
+from training.config import OptimizerConfig
+from training.step import Batch, Task, TrainState, draft_blocks, loss_and_gradients, read_target, train_step
+
+TARGET, DRAFT = tiny.TARGET, tiny.DRAFT
+T, GAMMA, M, S = DRAFT.block_size, 4.0, 6, 40
+TARGET_PARAMS, DRAFT_PARAMS = random_params(TARGET, 0), random_params(DRAFT, 1)
+TASK = Task(TARGET, DRAFT, M, "decay", GAMMA, "float32", False, OptimizerConfig(), 10)
+
+
+@pytest.fixture(autouse=True)
+def _few_logits(monkeypatch):
+    """Three pieces."""
+    monkeypatch.setattr(step, "MOST_LOGITS", 2 * 2 * (T - 1) * TARGET.vocab_size)
+
+
+def packed(seed=0):
+    """Two rows: three documents and two."""
+    rng = np.random.default_rng(seed)
+    starts = np.zeros((2, S), np.int32)
+    starts[0, 17:], starts[0, 30:], starts[1, 25:] = 17, 30, 25
+    supervised = rng.random((2, S)) < 0.8
+    return Batch(
+        jnp.asarray(rng.integers(0, TARGET.vocab_size, (2, S)), jnp.int32), jnp.asarray(supervised), jnp.asarray(starts)
+    )
+
+
+@functools.cache
+def read(task=TASK, seed=0):
+    return read_target(task, TARGET_PARAMS, packed(seed))
+
+
+def some_anchors(batch, seed=1, count=M):
+    return draw(jax.random.key(seed), candidates(batch.supervised, batch.starts), count)
+
+
+run = jax.jit(loss_and_gradients, static_argnums=0)
+blocks = jax.jit(draft_blocks, static_argnums=0)
+
+
+def oracle(task, batch, anchors, params):
+    """The loss with every logit at once, slot by slot."""
+    total, weight = jnp.zeros(()), jnp.zeros(())
+    tokens, supervised, starts = (np.asarray(x) for x in batch[:3])
+    for row in range(len(tokens)):
+        outputs = dense.target_outputs(task.target, TARGET_PARAMS, tokens[row], starts[row])
+        features = jnp.concatenate([outputs[i] for i in task.draft.target_layer_ids], axis=-1)
+        rows = [int(a) for a, valid in zip(anchors.rows[row], anchors.valid[row], strict=True) if valid]
+        states = dense.draft_states(
+            task.draft, params, TARGET_PARAMS["embedding"], tokens[row], starts[row], features, rows
+        )
+        said = jax.nn.log_softmax(dense.head(task.target, TARGET_PARAMS, states)).reshape(len(rows), T, -1)
+        taught = jax.nn.log_softmax(dense.head(task.target, TARGET_PARAMS, outputs[-1]))
+        for block, a in enumerate(rows):
+            slots = [k for k, right in enumerate(dense.weighted(supervised[row], starts[row], a, T), 1) if right]
+            chances = [jnp.exp(jax.lax.stop_gradient(said[block, k, tokens[row, a + k]])) for k in slots]
+            reached = jnp.cumprod(jnp.stack([0.5 * q + 0.5 for q in chances])) if slots else jnp.zeros(0)
+            for k in slots:
+                log_q, p = said[block, k], jnp.exp(taught[a + k - 1])
+                entropy, kl = -log_q[tokens[row, a + k]], (p * (jnp.log(p) - log_q)).sum()
+                accepted = jnp.minimum(p, jnp.exp(log_q)).sum()
+                mixed = jax.lax.stop_gradient(jnp.exp(-3 * accepted))
+                value = {"decay": entropy, "dpace": entropy, "kl": kl, "lk": mixed * kl + (1 - mixed) * (1 - accepted)}
+                w = reached[k - 1 :].sum() if task.loss == "dpace" else np.exp(-(k - 1) / GAMMA)
+                total, weight = total + w * value[task.loss], weight + w
+    return total / weight
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace", "kl", "lk"])
+def test_loss_and_gradients_are_those_of_dense_masks_and_full_logits(loss):
+    task = dataclasses.replace(TASK, loss=loss)
+    batch = read(task)
+    anchors = some_anchors(batch)
+    sums, gradients = run(task, TARGET_PARAMS, DRAFT_PARAMS, batch, anchors)
+    value, theirs = jax.value_and_grad(lambda params: oracle(task, batch, anchors, params))(DRAFT_PARAMS)
+    np.testing.assert_allclose(sums.loss / sums.weight, value, rtol=1e-5)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), gradients, theirs)
+
+
+def test_rematerialisation_changes_only_the_rounding():
+    batch, task = read(), dataclasses.replace(TASK, remat=True)
+    anchors = some_anchors(batch)
+    kept, again = (run(t, TARGET_PARAMS, DRAFT_PARAMS, batch, anchors) for t in (TASK, task))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), kept, again)
+
+
+def test_features_are_the_targets_as_the_dense_mask_has_them():
+    batch = read(dataclasses.replace(TASK, loss="kl"))
+    for row in range(2):
+        outputs = dense.target_outputs(
+            TARGET, TARGET_PARAMS, np.asarray(batch.tokens[row]), np.asarray(batch.starts[row])
+        )
+        np.testing.assert_allclose(batch.features[row], jnp.concatenate([outputs[0], outputs[2]], axis=-1), atol=2e-5)
+        np.testing.assert_allclose(batch.hidden[row], outputs[-1], atol=2e-5)
+
+
+def test_a_target_with_windows_is_read_through_them():
+    target = dataclasses.replace(TARGET, layers=(LayerConfig(tiny.ROTARY, window=5),) * 4)
+    batch = read_target(dataclasses.replace(TASK, target=target), TARGET_PARAMS, packed())
+    outputs = dense.target_outputs(target, TARGET_PARAMS, np.asarray(batch.tokens[0]), np.asarray(batch.starts[0]))
+    np.testing.assert_allclose(batch.features[0, :, :16], outputs[0], atol=2e-5)
+
+
+def test_features_at_or_after_an_anchor_get_no_gradient_and_change_nothing():
+    batch = read()
+    anchors = Anchors(jnp.asarray([[20], [10]], jnp.int32), jnp.asarray([[True], [True]]))
+    task = dataclasses.replace(TASK, anchors=1)
+
+    def energy(features):
+        return jnp.square(
+            draft_blocks(task, TARGET_PARAMS, DRAFT_PARAMS, batch._replace(features=features), anchors)
+        ).sum()
+
+    gradient = jax.jit(jax.grad(energy))(batch.features)
+    seen = np.abs(np.asarray(gradient)).sum(-1) > 0
+    assert np.flatnonzero(seen[0]).tolist() == [17, 18, 19]  # its document's, strictly before it
+    assert np.flatnonzero(seen[1]).tolist() == list(range(10))
+    changed = batch._replace(features=batch.features.at[0, 20:].add(100.0).at[1, 10:].add(100.0))
+    assert (
+        blocks(task, TARGET_PARAMS, DRAFT_PARAMS, batch, anchors)
+        == blocks(task, TARGET_PARAMS, DRAFT_PARAMS, changed, anchors)
+    ).all()
+
+
+def test_another_anchor_changes_no_state_of_the_first():
+    batch = read()
+    rows = jnp.asarray([[20, 22], [10, 11]], jnp.int32)
+    both, alone = jnp.ones((2, 2), bool), jnp.asarray([[True, False]] * 2)
+    two = blocks(TASK, TARGET_PARAMS, DRAFT_PARAMS, batch, Anchors(rows, both))
+    one = blocks(TASK, TARGET_PARAMS, DRAFT_PARAMS, batch, Anchors(rows, alone))
+    assert (two[:, 0] == one[:, 0]).all()
+
+
+def test_slots_see_one_another_both_ways():
+    """In a full layer slot 1 reads what stands in the last slot; SpecForge 427 had it causal."""
+    batch = read()
+    anchors = Anchors(jnp.asarray([[20], [10]], jnp.int32), jnp.ones((2, 1), bool))
+    full = dataclasses.replace(TASK, draft=dataclasses.replace(DRAFT, layers=(DRAFT.layers[0],)))
+
+    def first_slot(embedding):
+        weights = TARGET_PARAMS | {"embedding": embedding}
+        return draft_blocks(full, weights, DRAFT_PARAMS, batch, anchors)[0, 0, 1].sum()
+
+    # All slots but 0 hold the mask's row, so that what slot 1 gets from it would not all be its own.
+    gradient = jax.jit(jax.grad(first_slot))(TARGET_PARAMS["embedding"])
+    assert gradient[DRAFT.mask_token_id].any()
+    within = dataclasses.replace(DRAFT.layers[0], causal=True)
+    causal = dataclasses.replace(full, draft=dataclasses.replace(DRAFT, layers=(within,)))
+    states = [blocks(task, TARGET_PARAMS, DRAFT_PARAMS, batch, anchors) for task in (full, causal)]
+    assert not np.allclose(states[0][:, :, 1], states[1][:, :, 1])
+
+
+def test_a_packed_document_does_not_depend_on_its_neighbours_to_the_bit():
+    batch = packed()
+    other = batch._replace(tokens=batch.tokens.at[0, 17:30].set(3).at[0, 30:].set(7))
+
+    def losses(batch):
+        batch = read_target(TASK, TARGET_PARAMS, batch)
+        # Wherever blocks may stand in the first document.
+        rows = [int(a) for a in np.flatnonzero(candidates(batch.supervised, batch.starts)[0]) if a < 17]
+        anchors = Anchors(jnp.asarray([rows] * 2, jnp.int32), jnp.asarray([[True] * len(rows), [False] * len(rows)]))
+        return run(TASK, TARGET_PARAMS, DRAFT_PARAMS, batch, anchors)
+
+    one, two = losses(batch), losses(other)
+    assert one[0].blocks > 5
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), one, two)))
+
+
+def test_packed_documents_add_up_to_what_they_give_alone():
+    batch = read()
+    anchors = Anchors(jnp.asarray([[2, 5, 20, 31]] * 2, jnp.int32), jnp.asarray([[True] * 4, [False] * 4]))
+    together, _ = run(TASK, TARGET_PARAMS, DRAFT_PARAMS, batch, anchors)
+    total = 0.0
+    for first, last, rows in ((0, 17, [2, 5]), (17, 30, [20]), (30, 40, [31])):
+        alone = Batch(
+            jnp.pad(batch.tokens[:1, first:last], ((0, 0), (0, S - last + first))),
+            jnp.pad(batch.supervised[:1, first:last], ((0, 0), (0, S - last + first))),
+            jnp.where(jnp.arange(S) < last - first, 0, last - first)[None].astype(jnp.int32),
+        )
+        at = Anchors(jnp.asarray([[row - first for row in rows]], jnp.int32), jnp.ones((1, len(rows)), bool))
+        total += run(TASK, TARGET_PARAMS, DRAFT_PARAMS, read_target(TASK, TARGET_PARAMS, alone), at)[0].loss
+    np.testing.assert_allclose(together.loss, total, rtol=1e-5)
+
+
+def start():
+    params = jax.tree.map(jnp.array, DRAFT_PARAMS)  # the step takes its state over
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.build(TASK.optimizer, TASK.steps).init(params))
+
+
+def take(state, batch, task=TASK, seed=0):
+    return train_step(task, TARGET_PARAMS, state, batch, jnp.uint32(seed))
+
+
+def test_steps_lower_the_loss():
+    state, losses = start(), []
+    task = dataclasses.replace(TASK, optimizer=OptimizerConfig(learning_rate=1e-2), steps=30)
+    for _ in range(30):
+        state, report = take(state, packed(), task)
+        losses.append(float(report.sums.loss / report.sums.weight))
+    assert np.mean(losses[-5:]) < 0.7 * losses[0]
+
+
+def test_a_batch_without_an_anchor_counts_and_changes_nothing():
+    batch = packed()._replace(supervised=jnp.zeros((2, S), bool))
+    state, report = take(start(), batch)
+    assert (int(state.step), bool(report.applied), float(report.sums.loss)) == (1, False, 0.0)
+    assert np.isfinite(report.grad_norm)
+    same = jax.tree.map(lambda one, other: bool((one == other).all()), state[1:], start()[1:])
+    assert all(jax.tree.leaves(same))
+
+
+def test_a_loss_that_is_not_finite_changes_no_parameter():
+    broken = TARGET_PARAMS | {"embedding": TARGET_PARAMS["embedding"].at[3].set(jnp.nan)}
+    state, report = train_step(TASK, broken, start(), packed(), jnp.uint32(0))
+    assert not np.isfinite(report.sums.loss)
+    assert not report.applied
+    assert all(jax.tree.leaves(jax.tree.map(lambda one, other: bool((one == other).all()), state.params, DRAFT_PARAMS)))
+
+
+def test_anchors_follow_from_seed_and_step_and_are_others_each_step():
+    seen = []
+    for seed, number in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        state = start()._replace(step=jnp.asarray(number, jnp.int32))
+        seen.append(float(take(state, packed(), seed=seed)[1].sums.loss))
+    assert seen[0] == seen[3]
+    assert len(set(seen)) == 3
+
+
+def test_bfloat16_computes_what_float32_keeps():
+    """300 steps at the paper's rate; z-lab 115 saw a norm become NaN at step 240."""
+    task = dataclasses.replace(TASK, dtype="bfloat16", steps=300)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET_PARAMS)
+    state = start()
+    for _ in range(300):
+        state, report = train_step(task, half, state, packed(), jnp.uint32(0))
+    assert np.isfinite(report.sums.loss)
+    kept = [leaf for leaf in jax.tree.leaves((state.params, state.moments)) if leaf.ndim]
+    assert all(leaf.dtype == jnp.float32 and jnp.isfinite(leaf).all() for leaf in kept)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimizers_take_the_gradients_they_get(name):
+    config = OptimizerConfig(name=name)
+    task = dataclasses.replace(TASK, optimizer=config)
+    params = jax.tree.map(jnp.array, DRAFT_PARAMS)
+    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.build(config, task.steps).init(params))
+    state, report = take(state, packed(), task)
+    moved = jax.tree.map(lambda one, other: float(abs(one - other).max()), state.params, DRAFT_PARAMS)
+    assert report.applied
+    assert all(0 < size < 0.1 for size in jax.tree.leaves(moved))
+
+
+def test_labels_of_decoding_and_training_are_one():
+    """Slot k speaks for the position k after the anchor; SpecForge 455 had it one later."""
+    batch = read()
+    labels = label(
+        batch.tokens,
+        batch.supervised,
+        batch.starts,
+        Anchors(jnp.asarray([[20]] * 2, jnp.int32), jnp.ones((2, 1), bool)),
+        T,
+    )
+    assert labels.tokens[0, 0].tolist() == batch.tokens[0, 21 : 20 + T].tolist()

@@ -1,0 +1,41 @@
+"""Running the target over all documents, for a cache of its states."""
+
+import numpy as np
+
+from convert.progress import show
+from dflash_jax.parameters import Params
+from training.data import PackedRows, packed, stacked, to_batch
+from training.feature_cache import FeatureCache
+from training.step import Batch, Task, read_target
+
+
+def fill(cache: FeatureCache, task: Task, target: Params, batch_size: int) -> None:
+    """Compute the states of every document whose shard is not there yet; an interrupted one goes on.
+
+    Raises:
+        UserError: no room for them.
+    """
+    missing = [shard for shard in range(cache.shards) if not cache.has(shard)]
+    for shard in show(missing, len(missing), "computing features") if missing else ():
+        documents = cache.documents(shard)
+        rows = packed(cache.prepared, documents, cache.length, 0)
+        states: dict[int, dict[str, np.ndarray]] = {}
+        for first in range(0, len(rows), batch_size):
+            states |= _states(cache, task, target, rows, range(first, first + batch_size))
+        cache.write(shard, [states[int(document)] for document in documents])
+
+
+def _states(
+    cache: FeatureCache, task: Task, target: Params, rows: PackedRows, some: range
+) -> dict[int, dict[str, np.ndarray]]:
+    """Return the states of the documents in some rows; those past the last are of no one."""
+    found: Batch = read_target(task, target, to_batch(stacked(rows, some)))
+    arrays = {name: np.asarray(getattr(found, name)) for name in cache.widths}
+    states = {}
+    for place, i in enumerate(some):
+        at = 0
+        for document in rows.rows[i] if i < len(rows) else ():
+            size = int(cache.sizes(np.array([document]))[0])
+            states[document] = {name: array[place, at : at + size] for name, array in arrays.items()}
+            at += size
+    return states

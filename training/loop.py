@@ -1,0 +1,168 @@
+"""The loop over a run's steps: batches in, metrics and checkpoints out, and an end at any moment."""
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convert.progress import tell
+from dflash_jax.anchors import candidates, draw
+from dflash_jax.errors import UserError
+from dflash_jax.parameters import Params
+from training import data, optimizer
+from training.checkpoints import Checkpoints
+from training.config import RunConfig
+from training.data import PackedRows
+from training.evaluation import judge
+from training.metrics import Log, ratios
+from training.step import Report, Task, TrainState, train_step
+
+Element = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grounds:
+    """What a run stands on and does not change."""
+
+    config: RunConfig
+    task: Task
+    target: Params
+    rows: PackedRows
+    held_out: PackedRows
+
+
+class Loop:
+    """Takes steps until the last one, or until SIGTERM or Ctrl-C, after which the run is saved and ends.
+
+    A step's numbers are looked at while the next one runs.
+    """
+
+    def __init__(self, grounds: Grounds, checkpoints: Checkpoints, output: Path) -> None:
+        self._grounds, self._checkpoints, self._output = grounds, checkpoints, output
+        self._signal: int | None = None
+        self._waiting: tuple[int, Element, Report] | None = None
+        self._reports: list[Report] = []  # since the last line of metrics
+        self._tokens = 0
+        self._since = 0.0
+
+    def run(self, state: TrainState, position: dict[str, Any] | None) -> TrainState:
+        """Take the steps that are left from a state and a position in the data; return the last state, which is saved.
+
+        Raises:
+            UserError: a loss that is not finite, or no room for what is written.
+            SystemExit: Ctrl-C, with the status a shell gives it.
+        """
+        config, task, target = self._grounds.config, self._grounds.task, self._grounds.target
+        first, seed = int(state.step), jnp.uint32(config.seed)
+        batches = data.batches(self._grounds.rows, config.train.batch_size, config.seed)
+        if position is not None:
+            batches.set_state(position)
+            tell(f"going on after step {first}")
+        tell("compiling")
+        example = jax.device_put(data.to_batch(data.stacked(self._grounds.rows, range(config.train.batch_size))))
+        take = train_step.lower(task, target, state, example, seed).compile()
+        self._since = time.perf_counter()
+        with Log(self._output, first, task.steps).shown() as log, self._noticing_signals():
+            for step in range(first + 1, task.steps + 1):
+                element = next(batches)
+                state, report = take(target, state, jax.device_put(data.to_batch(element)), seed)
+                self._look()
+                self._waiting = step, element, report
+                self._leave_behind(log, step, state, batches.get_state())
+                if self._signal:
+                    break
+            self._checkpoints.wait()
+        if self._signal:
+            tell(f"stopped after step {step}, which is saved; the same command goes on from it")
+            raise SystemExit(0 if self._signal == signal.SIGTERM else 128 + self._signal)
+        return state
+
+    def _leave_behind(self, log: Log, step: int, state: TrainState, position: dict[str, Any]) -> None:
+        """Write metrics, evaluate and save, each where it is due."""
+        config = self._grounds.config
+        last = step == self._grounds.task.steps or self._signal is not None
+        evaluate = step % config.evaluation.every == 0 or step == self._grounds.task.steps
+        score = None
+        if evaluate or last or step % config.train.log_every == 0:
+            self._look()
+            values = self._metrics(step)
+            if evaluate and len(self._grounds.held_out):
+                held = self._evaluate(state.params)
+                score = held["acceptance_length"]
+                values |= {f"evaluation_{name}": value for name, value in held.items()}
+            log.write(step, values)
+            self._reports, self._tokens, self._since = [], 0, time.perf_counter()
+        if evaluate or last or step % config.checkpoint.every == 0:
+            self._look()
+            self._checkpoints.save(step, state, position, score)
+        log.advance(step)
+
+    def _look(self) -> None:
+        """Wait for the last step, and look at what it did.
+
+        Raises:
+            UserError: its loss or gradients were not finite.
+        """
+        if self._waiting is None:
+            return
+        step, element, report = self._waiting
+        self._waiting = None
+        report = jax.device_get(report)
+        if not (np.isfinite(report.sums.loss) and np.isfinite(report.grad_norm)):
+            lines = sorted({line for row in element["row"] for line in self._grounds.rows.lines(int(row))})
+            raise UserError(
+                f"step {step}: its loss is {report.sums.loss / max(report.sums.weight, 1)} and the norm of its "
+                f"gradients {report.grad_norm}, so it was not taken; its rows came from lines "
+                f"{', '.join(map(str, lines))} of the input. A lower --optimizer.learning-rate, or leaving out what is "
+                "wrong with them, is right"
+            )
+        self._reports.append(report)
+        self._tokens += int(element["size"].sum())
+
+    def _metrics(self, step: int) -> dict[str, Any]:
+        """Return the numbers of the steps since the last line."""
+        config, task = self._grounds.config, self._grounds.task
+        room = len(self._reports) * config.train.batch_size * config.train.length
+        return ratios([report.sums for report in self._reports]) | {
+            "grad_norm": float(np.mean([report.grad_norm for report in self._reports])),
+            "learning_rate": float(optimizer.schedule(config.optimizer, task.steps)(step - 1)),
+            "tokens_per_second": self._tokens / (time.perf_counter() - self._since),
+            "padding": 1 - self._tokens / room,
+            "skipped_steps": sum(not report.applied for report in self._reports),
+            "epoch": step * config.train.batch_size / len(self._grounds.rows),
+        }
+
+    def _evaluate(self, params: Params) -> dict[str, Any]:
+        """Judge the draft on the held-out rows, at the same anchors each time."""
+        rows, task, size = self._grounds.held_out, self._grounds.task, self._grounds.config.train.batch_size
+        found = []
+        for first in range(0, len(rows), size):
+            batch = jax.device_put(data.to_batch(data.stacked(rows, range(first, first + size))))
+            anchors = draw(jax.random.key(first), candidates(batch.supervised, batch.starts), task.anchors)
+            found.append(jax.device_get(judge(task, self._grounds.target, params, batch, anchors).sums))
+        return ratios(found)
+
+    @contextlib.contextmanager
+    def _noticing_signals(self) -> Iterator[None]:
+        """Note a signal for the end of the step; a second one acts at once, as it did before."""
+
+        def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+            self._signal = number
+            signal.signal(number, before[signal.Signals(number)])
+
+        before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for one in before:
+                signal.signal(one, note)
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)

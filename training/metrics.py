@@ -1,0 +1,123 @@
+"""What a run says of itself: numbers from sums, to a terminal, a JSONL file and TensorBoard."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+from convert.files import new_file
+from convert.progress import tell
+from dflash_jax.errors import UserError
+from dflash_jax.loss import Sums
+
+METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+# What a line on the terminal shows, and how.
+SHOWN = {
+    "loss": "loss {:.3f}",
+    "acceptance_length": "acceptance length {:.2f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+SHOWN_TOO = {"evaluation_acceptance_length": "held out {:.3f}"}
+
+
+def ratios(sums: Sequence[Sums]) -> dict[str, Any]:
+    """Return loss, accuracy and acceptance length of steps, over all their blocks; None where there were none."""
+    total: Any = Sums(
+        *(np.sum([np.asarray(part, np.float64) for part in parts], axis=0) for parts in zip(*sums, strict=True))
+    )
+
+    def ratio(one: float, other: float) -> float | None:
+        return float(one / other) if other else None
+
+    return {
+        "loss": ratio(total.loss, total.weight),
+        "accuracy": ratio(total.right.sum(), total.counted.sum()),
+        "accuracy_by_slot": [ratio(*pair) for pair in zip(total.right, total.counted, strict=True)],
+        "acceptance_length": ratio(total.emitted, total.blocks),
+    }
+
+
+class Log:
+    """Where a run's metrics go. A resumed run's lines follow those of the steps before it."""
+
+    def __init__(self, output: Path, first_step: int, steps: int) -> None:
+        self._file = output / METRICS
+        self._keep_until(first_step)
+        self._board = SummaryWriter(str(output / TENSORBOARD), purge_step=first_step + 1)
+        self._bar = _bar(steps) if sys.stderr.isatty() else None
+        self._task = self._bar.add_task("", total=steps, completed=first_step) if self._bar else None
+        self._steps = steps
+
+    def advance(self, step: int) -> None:
+        """Move the bar to a step."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Write a line.
+
+        Raises:
+            UserError: no room for it.
+        """
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+            for name, value in values.items():
+                for place, one in _scalars(name, value):
+                    self._board.add_scalar(place, one, step)
+            self._board.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self._file}: cannot be written ({error.strerror}); more room, then again, is right"
+            ) from error
+        text = ", ".join(
+            form.format(values[name]) for name, form in (SHOWN | SHOWN_TOO).items() if values.get(name) is not None
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=text, completed=step)
+        else:
+            tell(f"step {step} of {self._steps}: {text}")
+
+    def _keep_until(self, step: int) -> None:
+        """Drop lines of steps that will be taken again, and one that was not written whole."""
+        if not self._file.exists():
+            return
+        lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        with new_file(self._file) as partial:
+            partial.write_text("".join(kept), encoding="utf-8")
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator["Log"]:
+        """Show the bar for as long as the run lasts."""
+        try:
+            with self._bar or contextlib.nullcontext():
+                yield self
+        finally:
+            self._board.close()
+
+
+def _bar(steps: int) -> Progress:
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    return Progress(*columns, console=Console(stderr=True), speed_estimate_period=max(60.0, steps / 100))
+
+
+def _scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, list):
+        yield from ((f"{name}/{slot}", one) for slot, one in enumerate(value, 1) if one is not None)
+    elif value is not None:
+        yield name, value

@@ -1,0 +1,118 @@
+"""A run from its settings to a draft: what it stands on, where it begins, and what it leaves behind."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from convert import LoadedTarget, load_target, progress
+from convert.demo_target import find_demo_target
+from convert.progress import tell
+from convert.published import publish
+from convert.sources import open_source
+from dflash_jax.config import DraftConfig
+from dflash_jax.errors import check
+from dflash_jax.parameters import Params
+from training import data, optimizer, record
+from training.checkpoints import Checkpoints
+from training.config import RunConfig
+from training.feature_cache import FeatureCache, open_cache
+from training.fill_cache import fill
+from training.initial import fingerprint, initial_draft
+from training.loop import Grounds, Loop
+from training.packing import hold_out
+from training.prepared import Prepared, open_prepared
+from training.step import Task, TrainState
+
+DRAFT = "draft"
+
+
+def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
+    """Train, or go on where an earlier run in the same output stopped, and write the draft.
+
+    Raises:
+        UserError: data, target, output or settings that are not right or do not fit each other; a loss that is not
+            finite; no room for what is written.
+    """
+    check(
+        config.mesh.data * config.mesh.fsdp * config.mesh.tensor == 1,
+        "--mesh: training on several devices is not supported yet; sizes of 1 are right",
+    )
+    prepared = open_prepared(prepared_path)
+    with record.only_run_in(output):
+        target = _load_target(config, prepared)
+        grounds, state = _begin(config, prepared, target, output)
+        checkpoints = Checkpoints(output, config.checkpoint)
+        position = None
+        if checkpoints.latest is not None:
+            state, position = checkpoints.restore(state)
+        if int(state.step) < grounds.task.steps:
+            state = Loop(grounds, checkpoints, output).run(state, position)
+        checkpoints.close()
+        destination = output / DRAFT
+        if not destination.exists():
+            publish(destination, grounds.task.draft, state.params, config.export.dtype)
+    print(f"{destination}: a draft trained for {int(state.step)} steps")
+
+
+def _load_target(config: RunConfig, prepared: Prepared) -> LoadedTarget:
+    """Load the target, in the dtype that the run computes in, if the data was made for it."""
+    name = config.target or str(find_demo_target("--target"))
+    record.check_tokenizer(prepared, open_source(name))
+    target = load_target(name, config.train.dtype, watch=progress.show)
+    check(
+        config.train.length <= target.config.max_positions,
+        f"--train.length: {config.train.length}; the target ends at {target.config.max_positions} tokens",
+    )
+    return target
+
+
+def _begin(config: RunConfig, prepared: Prepared, target: LoadedTarget, output: Path) -> tuple[Grounds, TrainState]:
+    """Put together what the run stands on, and its first state."""
+    draft, params = initial_draft(config, target)
+    train_on, held = hold_out(len(prepared), config.evaluation.rows, config.seed)
+    rows = data.packed(prepared, train_on, config.train.length, config.seed)
+    task = _task(config, target, draft, len(rows))
+    mark = fingerprint(target.params)
+    facts = {"target_weights": mark, "data": prepared.manifest["data_hash"], "draft": draft.to_hf()}
+    record.write_or_compare(output, config, facts)
+    weights, cache = target.params, None
+    if config.features.cache:
+        cache = _cache(config, task, prepared, weights, mark)
+        weights = {name: weights[name] for name in ("embedding", "head") if name in weights}
+    tell(
+        f"{rows.documents} documents to train on, {len(held)} held out; "
+        f"{int((prepared.lengths > config.train.length).sum())} longer than {config.train.length} tokens and cut; "
+        f"{len(rows)} rows, {rows.padding:.1%} of them padding; {task.steps} steps of {config.train.batch_size} rows; "
+        f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters to train"
+    )
+    held_out = data.packed(prepared, held, config.train.length, config.seed, cache)
+    grounds = Grounds(config, task, weights, dataclasses.replace(rows, cache=cache), held_out)
+    moments = jax.jit(optimizer.build(config.optimizer, task.steps).init)(params)
+    return grounds, TrainState(jnp.zeros((), jnp.int32), params, moments)
+
+
+def _task(config: RunConfig, target: LoadedTarget, draft: DraftConfig, rows: int) -> Task:
+    return Task(
+        target=target.config,
+        draft=draft,
+        anchors=config.train.anchors,
+        loss=config.loss.name,
+        gamma=config.gamma,
+        dtype=config.train.dtype,
+        remat=config.train.remat,
+        optimizer=config.optimizer,
+        steps=config.train.steps or data.steps_of(rows, config.train.batch_size, config.train.epochs),
+    )
+
+
+def _cache(config: RunConfig, task: Task, prepared: Prepared, target: Params, mark: str) -> FeatureCache:
+    """Open the cache of features, and fill it where it is not full."""
+    taps = task.draft.target_layer_ids
+    widths = {"features": len(taps) * task.target.hidden_size}
+    widths |= {"hidden": task.target.hidden_size} if task.needs_teacher else {}
+    facts = {"target": mark, "taps": list(taps), "widths": widths, "length": config.train.length, "dtype": task.dtype}
+    cache = open_cache(Path(str(config.features.cache)), facts, prepared)
+    fill(cache, task, target, config.train.batch_size)
+    return cache
