@@ -183,7 +183,7 @@ def test_two_runs_do_not_write_the_same_output(refused, data, output):
     output.mkdir()
     with (output / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert refused() == f"--output {output}: another run is writing it; waiting for that is right"
+        assert refused() == f"--output {output}: another run is in it; waiting for that, or another name, is right"
 
 
 def test_a_full_disk_is_one_line_and_room_is_all_that_is_missing(run, refused, data, output, short):

@@ -143,13 +143,13 @@ def test_a_chat_comes_before_the_text_beside_it(write):
         ({"question": 7}, r"line 2: question is the int 7; a text is right"),
         ({"messages": []}, r"line 2: messages is an empty list"),
         ({"messages": [{"role": "oracle", "content": "a"}]}, r"line 2: messages\[0\]: role 'oracle'"),
-        ({"conversations": "a"}, r"line 2: conversations: a list of"),
-        ({"conversations": [7]}, r"line 2: conversations\[0\]: \{"),
+        ({"conversations": "a"}, r"line 2: conversations is the str a; a list of"),
+        ({"conversations": [7]}, r"line 2: conversations\[0\] is the int 7; \{"),
         (
             {"conversations": [{"from": "oracle", "value": "a"}]},
-            r"line 2: conversations\[0\]: from 'oracle'; system, human",
+            r"line 2: conversations\[0\]: from is the str oracle; system, human",
         ),
-        ({"conversations": [{"from": "human"}]}, r"line 2: conversations\[0\]: value is no text"),
+        ({"conversations": [{"from": "human"}]}, r"line 2: conversations\[0\]: value is missing or null; a text is right"),
         ({"prompt_ids": [1, 999]}, r"line 2: token id 999 is outside the vocabulary; 0 to 263 are in it"),
     ],
 )

@@ -13,13 +13,9 @@ ROLES = ("system", "user", "assistant", "tool")
 # What ShareGPT's rows call them.
 SPEAKERS = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
 }
 Messages = list[dict[str, Any]]
 
@@ -77,7 +73,7 @@ def documents(row: dict[str, Any], where: str, language: Language) -> list[Docum
         check(bool(response), f"{where}: response_ids is an empty list; one id or more is right")
         return [_document(prompt, response)]
     check(len(forms) == 1, f"{where}: {' and '.join(forms) or 'no chat'}; a row {ROW} is right")
-    messages = _messages(row["messages"], where) if "messages" in row else _shared(row["conversations"], where)
+    messages = _messages(row["messages"], where) if "messages" in row else from_sharegpt(row["conversations"], where)
     made: list[Document] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -175,8 +171,15 @@ def _messages(value: Any, where: str) -> Messages:
     return value
 
 
-def _shared(value: Any, where: str) -> Messages:
-    messages = []
+def from_sharegpt(value: Any, where: str) -> Messages:
+    """Take a chat in ShareGPT's words; of those it has some without a message.
+
+    Raises:
+        UserError: what is no such chat.
+    """
+    messages: Messages = []
+    if value == []:
+        return messages
     for name, message in _each(value, where, "conversations", '{"from": …, "value": …}'):
         speaker, text = message.get("from"), message.get("value")
         role = SPEAKERS.get(str(speaker))

@@ -9,14 +9,9 @@ from typing import Any
 from dflash_jax.errors import UserError, check
 from inference import prompts
 from inference.prompts import Prompt
+from training.chats import from_sharegpt
 
 ROW = '{"messages": […]}, {"conversations": […]}, {"prompt": "…"}, {"question": "…"} or {"prompt_ids": […]}'
-SPEAKERS = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"),
-    **dict.fromkeys(("tool", "observation"), "tool"),
-}
 Message = dict[str, Any]
 
 
@@ -69,27 +64,13 @@ def _conversation(line: str, number: int, where: str) -> Conversation:
     if "messages" in row:
         return Conversation(number, where, _turns(prompts.check_messages(row["messages"], where)))
     if "conversations" in row:
-        return Conversation(number, where, _turns(_from_sharegpt(row["conversations"], where)))
+        return Conversation(number, where, _turns(from_sharegpt(row["conversations"], where)))
     for name in ("prompt", "question"):
         if name in row:
             prompt = prompts.check_text(row[name], where, name)
             return Conversation(number, where, [[{"role": "user", "content": prompt.text}]])
     check("prompt_ids" in row, f"{where}: no prompt; a row {ROW} is right")
     return Conversation(number, where, [[]], prompts.check_ids(row["prompt_ids"], where))
-
-
-def _from_sharegpt(value: Any, where: str) -> list[Message]:
-    """Take a chat in ShareGPT's words. One without messages, of which ShareGPT has some, asks nothing."""
-    check(isinstance(value, list), f'{where}: conversations: a list of {{"from": …, "value": …}} is right')
-    messages = []
-    for i, said in enumerate(value):
-        name = f"{where}: conversations[{i}]"
-        check(isinstance(said, dict), f'{name}: {{"from": …, "value": …}} is right')
-        speaker, text = said.get("from"), said.get("value")
-        check(speaker in SPEAKERS, f"{name}: from {speaker!r}; {', '.join(SPEAKERS)} are known")
-        check(isinstance(text, str), f"{name}: value is no text; a text is right")
-        messages.append({"role": SPEAKERS[speaker], "content": text})
-    return messages
 
 
 def _turns(messages: list[Message]) -> list[list[Message]]:

@@ -4,7 +4,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -14,11 +13,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from convert import cli, progress
 from convert.demo_target import find_demo_target
-from convert.files import about
+from convert.files import about, locked
 from convert.load import stop_token_ids, target_config
 from convert.progress import tell
 from convert.sources import Source, open_source
@@ -237,19 +236,15 @@ def _alone(output: Path) -> Iterator[None]:
                 output.rmdir()
 
 
-def _lock(output: Path) -> IO[str]:
-    """Return the file that keeps other runs out for as long as it is open."""
+def _lock(output: Path) -> contextlib.ExitStack:
+    """Return what keeps other runs out until it is closed."""
     output.mkdir(parents=True, exist_ok=True)
     names = {file.name for file in output.iterdir()} - {LOCK}
     others = sorted(name for name in names if not prepared.OURS.fullmatch(name))
     check(not others, f"--output {output}: holds other things ({', '.join(others[:3])}); a new name is right")
-    lock = (output / LOCK).open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise UserError(f"--output {output}: another run is writing it; waiting for that is right") from error
-    return lock
+    with contextlib.ExitStack() as stack, about(f"--output {output}"):
+        stack.enter_context(locked(output / LOCK))
+        return stack.pop_all()
 
 
 def _check_finished(output: Path, made_from: dict[str, Any]) -> None:

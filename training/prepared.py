@@ -8,22 +8,19 @@ each shard has a `rows-00000.json` beside it, which says what it was made from.
 """
 
 import collections
-import contextlib
 import hashlib
 import io
 import json
-import os
 import re
-import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from convert.files import about, about_values, read_json, sha256
+from convert.files import about, about_values, new_file, read_json, sha256
 from dflash_jax.errors import UserError, check
 
 FORMAT_VERSION = 1
@@ -157,10 +154,10 @@ def write_shard(
         rows: the line of each, its token ids, and whether they are supervised.
 
     Raises:
-        OSError: no room, or whatever else the file system objects to.
+        UserError: no room, or whatever else the file system objects to.
     """
     file, counts = _shard(directory, number), []
-    with _replacing(file) as partial:
+    with new_file(file) as partial:
         writer = ArrayRecordWriter(str(partial), "group_size:1")
         try:
             for line, tokens, supervised in rows:
@@ -189,7 +186,7 @@ def finish(directory: Path, shards: int, facts: dict[str, Any]) -> None:
     """Write index and manifest of shards that are all there, and remove what is no part of them.
 
     Raises:
-        OSError: as `write_shard`.
+        UserError: as `write_shard`.
     """
     notes = [json.loads(_note(_shard(directory, number)).read_bytes()) for number in range(shards)]
     index = np.concatenate([np.array(note["index"], np.int64).reshape(-1, 3) for note in notes]).T
@@ -246,30 +243,9 @@ def _note(shard: Path) -> Path:
     return shard.with_suffix(".json")
 
 
-@contextlib.contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """Give a name to write to; what was written becomes `file`, for good, when all went well."""
-    partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}{PARTIAL}")
-    try:
-        yield partial
-        _sync(partial)
-        partial.replace(file)
-        _sync(file.parent)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _write(file: Path, content: bytes) -> None:
-    with _replacing(file) as partial:
+    with new_file(file) as partial:
         partial.write_bytes(content)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(content: Any) -> str:
