@@ -104,7 +104,9 @@ def new_file(file: Path) -> Iterator[Path]:
         partial.replace(file)
         _sync(file.parent)
     except OSError as error:
-        raise UserError(f"{file}: cannot be written ({error.strerror or error}); room for it is right") from error
+        raise UserError(
+            f"{file}: cannot be written ({error.strerror or error}); room for it, then the same again, is right"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
 

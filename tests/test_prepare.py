@@ -194,9 +194,9 @@ def test_a_full_disk_is_one_line_and_room_is_all_that_is_missing(run, refused, d
         message = refused()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert message.startswith(f"--output {output}: cannot be written (")
+    assert message.startswith(f"{output}/rows-00000.array_record: cannot be written (")
     assert "File too large" in message
-    assert message.endswith("room for it, then the same command again, is right")
+    assert message.endswith("room for it, then the same again, is right")
     assert not output.exists()
     run()
     assert len(open_prepared(output)) == 5

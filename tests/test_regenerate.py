@@ -149,7 +149,10 @@ def test_a_chat_comes_before_the_text_beside_it(write):
             {"conversations": [{"from": "oracle", "value": "a"}]},
             r"line 2: conversations\[0\]: from is the str oracle; system, human",
         ),
-        ({"conversations": [{"from": "human"}]}, r"line 2: conversations\[0\]: value is missing or null; a text is right"),
+        (
+            {"conversations": [{"from": "human"}]},
+            r"line 2: conversations\[0\]: value is missing or null; a text is right",
+        ),
         ({"prompt_ids": [1, 999]}, r"line 2: token id 999 is outside the vocabulary; 0 to 263 are in it"),
     ],
 )

@@ -74,8 +74,7 @@ class Maker:
             content = file.read(cut.size)
         same = hashlib.sha256(content).hexdigest() == cut.sha256
         check(same, f"{self.data}: it changed while it was read; a file that nothing writes to is right")
-        with writing(self.output):
-            prepared.write_shard(self.output, cut.number, self._made_from(cut), self._rows(content, cut))
+        prepared.write_shard(self.output, cut.number, self._made_from(cut), self._rows(content, cut))
 
     def _rows(self, content: bytes, cut: Cut) -> Iterator[tuple[int, list[int], list[bool]]]:
         content = content.removeprefix(MARK) if cut.start == 0 else content
@@ -116,8 +115,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             maker = Maker(data, output, json.dumps(settings, sort_keys=True), language)
             _make_all(maker, target, cuts, args.workers)
-            with writing(output):
-                prepared.finish(output, len(cuts), {"target": target, "input": data.name, **made_from})
+            prepared.finish(output, len(cuts), {"target": target, "input": data.name, **made_from})
     counts = open_prepared(output).manifest["counts"]
     print(
         f"{output}: {counts['rows']:,} rows, {counts['documents']:,} documents, {counts['tokens']:,} tokens, "
@@ -153,22 +151,6 @@ def cut_up(data: Path) -> tuple[list[Cut], str]:
         cuts.append(Cut(len(cuts), start, size, first_line, part.hexdigest()))
     check(bool(cuts), f"{data}: empty; a row {ROW} for each chat is right")
     return cuts, whole.hexdigest()
-
-
-@contextlib.contextmanager
-def writing(output: Path) -> Iterator[None]:
-    """Name what cannot be written.
-
-    Raises:
-        UserError: no room, or whatever else the file system objects to.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be written ({error.strerror or error}); room for it, then the same command "
-            "again, is right"
-        ) from error
 
 
 def _parser() -> cli.Parser:
@@ -223,7 +205,7 @@ def _alone(output: Path) -> Iterator[None]:
     """
     new = not os.path.lexists(output)
     check(new or os.path.isdir(output), f"--output {output}: no directory; one, or a new name, is right")
-    with writing(output):
+    with about(f"--output {output}"):
         lock = _lock(output)
         prepared.sweep(output)
     with lock:
@@ -241,8 +223,8 @@ def _lock(output: Path) -> contextlib.ExitStack:
     output.mkdir(parents=True, exist_ok=True)
     names = {file.name for file in output.iterdir()} - {LOCK}
     others = sorted(name for name in names if not prepared.OURS.fullmatch(name))
-    check(not others, f"--output {output}: holds other things ({', '.join(others[:3])}); a new name is right")
-    with contextlib.ExitStack() as stack, about(f"--output {output}"):
+    check(not others, f"holds other things ({', '.join(others[:3])}); a new name is right")
+    with contextlib.ExitStack() as stack:
         stack.enter_context(locked(output / LOCK))
         return stack.pop_all()
 
