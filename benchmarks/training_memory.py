@@ -1,0 +1,88 @@
+"""Memory of a training step by length and anchors: `python -m benchmarks.training_memory`.
+
+A small pair, so that what grows is what attention and logits need, not weights. Beside what the compiler reserves
+stands what the process came to hold at most, over what it held before the step; each in a process of its own.
+"""
+
+import argparse
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import parameters
+from dflash_jax.config import DraftConfig, LayerConfig, TargetConfig
+from dflash_jax.rope import Rotary
+from training import optimizer
+from training.config import OptimizerConfig
+from training.step import Batch, Task, TrainState, train_step
+
+LENGTHS, ANCHORS = (1024, 2048, 4096, 8192), (64, 128, 256, 512)
+MIB = 2**20
+
+
+def main() -> None:
+    """Measure every pair of length and anchors."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--one", nargs=2, type=int, metavar=("LENGTH", "ANCHORS"), help="measure one, and print JSON")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(*args.one)))
+        return
+    print("MiB that the compiler reserves for temporaries / that the process grew by, of one step\n")
+    print("| length | " + " | ".join(f"{anchors} anchors" for anchors in ANCHORS) + " |")
+    print("|---" * (len(ANCHORS) + 1) + "|")
+    for length in LENGTHS:
+        cells = []
+        for anchors in ANCHORS:
+            command = [sys.executable, "-m", "benchmarks.training_memory", "--one", str(length), str(anchors)]
+            found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+            cells.append(f"{found['compiled']:.0f} / {found['measured']:.0f}")
+        print(f"| {length:,} | " + " | ".join(cells) + " |", flush=True)
+
+
+def measure(length: int, anchors: int) -> dict[str, float]:
+    """Compile a step and take it."""
+    task = _task(anchors)
+    target, params = (parameters.init(config, jax.random.key(0)) for config in (task.target, task.draft))
+    moments = optimizer.build(task.optimizer, task.steps).init(params)
+    state = TrainState(jnp.zeros((), jnp.int32), params, moments)
+    tokens = np.random.default_rng(0).integers(0, task.target.vocab_size, (1, length))
+    batch = Batch(jnp.asarray(tokens, jnp.int32), jnp.ones((1, length), bool), jnp.zeros((1, length), jnp.int32))
+    compiled = train_step.lower(task, target, state, batch, jnp.uint32(0)).compile()
+    before = _peak()
+    jax.block_until_ready(compiled(target, state, batch, jnp.uint32(0)))
+    return {"compiled": compiled.memory_analysis().temp_size_in_bytes / MIB, "measured": _peak() - before}
+
+
+def _task(anchors: int) -> Task:
+    rotary = Rotary(theta=1e4)
+    target = TargetConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=192,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        max_positions=8192,
+        layers=(LayerConfig(rotary),) * 4,
+    )
+    shared = {field.name: getattr(target, field.name) for field in dataclasses.fields(target)}
+    names = {field.name for field in dataclasses.fields(DraftConfig)}
+    own = {"layers": (LayerConfig(rotary, causal=False),) * 2, "block_size": 16, "target_layer_ids": (0, 2)}
+    draft = DraftConfig(**{name: value for name, value in shared.items() if name in names} | own)
+    return Task(target, draft, anchors, "decay", 7.0, "float32", False, OptimizerConfig(), 10)
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()
