@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from convert import load_tokenizer
+from convert import load_draft, load_target, load_tokenizer
 from convert.demo_target import find_demo_target
 from inference.demo import DEMO_DRAFT, first_difference
 from inference.engine import Engine, Generation, SamplingConfig
+from training import prepared
+from training.evaluate import evaluate
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
 NEW_TOKENS = 128
@@ -76,6 +78,19 @@ def test_blocks_are_the_published_references(engine, torch_target, prompts, monk
         )
         assert ours.token_ids == theirs.output_ids[0, len(prompt) :].tolist()
         compare_blocks(ours, theirs.acceptance_lengths)
+
+
+def test_training_walks_thirty_answers_as_decoding_did(engine, prompts, tmp_path):
+    answers = engine.generate(prompts[:30], SamplingConfig(max_new_tokens=NEW_TOKENS))
+    rows = [
+        (line, prompt + answer.token_ids, [False] * len(prompt) + [True] * len(answer.token_ids))
+        for line, (prompt, answer) in enumerate(zip(prompts, answers, strict=False), 1)
+    ]
+    prepared.write_shard(tmp_path, 0, "", rows)
+    prepared.finish(tmp_path, 1, {})
+    pair = load_target(str(find_demo_target()), "float32"), load_draft(str(DEMO_DRAFT), "float32")
+    walks = evaluate(*pair, prepared.open_prepared(tmp_path), "float32")["walks"]
+    assert walks == [answer.emitted_per_block for answer in answers]
 
 
 def compare_blocks(ours: Generation, theirs: list[int]) -> None:

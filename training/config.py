@@ -7,11 +7,13 @@ Each field's `help` is what `python -m training.run --help` says of it. A field 
 import dataclasses
 from typing import Any
 
+from dflash_jax.config import MOST_LAYERS
 from dflash_jax.errors import UserError, check
 from dflash_jax.loss import LOSSES, default_gamma
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "muon")
+HIGHEST_SEED = 2**32 - 1
 
 
 def option(default: Any, text: str) -> Any:
@@ -75,7 +77,7 @@ class EvaluationConfig:
     """What is measured on rows that are never trained on."""
 
     every: int = option(500, "steps between evaluations")
-    rows: int = option(64, "documents held out for it, at most a tenth of all; 0 for none")
+    rows: int = option(64, "input rows held out for it, at most a tenth of all; 0 for none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +126,15 @@ class RunConfig:
     mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "", "seed")
+        check(0 <= self.seed <= HIGHEST_SEED, f"--seed: {self.seed}; 0 to {HIGHEST_SEED} is right")
         _at_least(1, self.train, "train", "steps", "epochs", "batch_size", "anchors", "log_every")
         _at_least(2, self.train, "train", "length")
         _at_least(1, self.draft, "draft", "layers", "taps")
         _at_least(2, self.draft, "draft", "block_size")
+        check(
+            self.draft.layers <= MOST_LAYERS,
+            f"--draft.layers: {self.draft.layers}; {MOST_LAYERS} or fewer is right",
+        )
         _at_least(0, self.draft, "draft", "mask_token_id")
         _at_least(1, self.checkpoint, "checkpoint", "every", "keep")
         _at_least(1, self.evaluation, "evaluation", "every")

@@ -27,7 +27,8 @@ example:
 --data is what `python -m training.prepare` wrote. The walk goes through each answer as greedy decoding would; where the
 answers are the target's own greedy ones, its blocks are those of decoding.
 """
-# Shapes for which programs are compiled: documents are filled up to a multiple, and blocks come so many at a time.
+# Shapes for which programs are compiled: documents are filled up to these tokens, or twice, four times, … as many; and
+# blocks come so many at a time.
 TOKENS, BLOCKS = 128, 64
 
 
@@ -88,7 +89,7 @@ def _judged(
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yield every anchor of a document, which slots of its block are right, and which are supervised."""
     size = len(row.tokens)
-    room = -(-size // TOKENS) * TOKENS
+    room = TOKENS << ((size - 1) // TOKENS).bit_length()
     starts = np.where(np.arange(room) < size, 0, size)
     batch = Batch(
         jnp.asarray(np.pad(row.tokens, (0, room - size))[None]),

@@ -5,21 +5,24 @@ a token, in the dtype that the target computes in, first its features and then, 
 hidden state. A file is whole or not there, so a cache that was interrupted is filled where it has holes.
 """
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from convert.files import about, new_file, read_json, write_json
+from convert.files import about, locked, new_file, read_json, write_json
 from convert.weights import DTYPES
-from dflash_jax.errors import check
+from dflash_jax.errors import UserError, check
 from training.prepared import Prepared
 
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-SHARD = 256  # documents
+MANIFEST, LOCK, PARTIAL = "manifest.json", ".lock", ".partial"
+AGAIN = "removing it lets it be computed again"
+SHARD = 64  # documents; their states are in memory together, at 40 kB a token for an 8B target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +59,22 @@ class FeatureCache:
             return False
         right = int(self.sizes(self.documents(shard)).sum()) * self._width * self._dtype.itemsize
         found = file.stat().st_size
-        check(found == right, f"{file}: {found} bytes, and {right} are right; removing it lets it be computed again")
+        check(found == right, f"{file}: {found} bytes, and {right} are right; {AGAIN}")
         return True
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        """Keep other runs from filling it as well, and remove what one that was killed left half written.
+
+        Raises:
+            UserError: another run is filling it.
+        """
+        with contextlib.ExitStack() as stack:
+            with about(self.path):
+                stack.enter_context(locked(self.path / LOCK))
+                for file in self.path.glob(f"*{PARTIAL}"):
+                    file.unlink()
+            yield
 
     def write(self, shard: int, states: list[dict[str, np.ndarray]]) -> None:
         """Write the states of a shard's documents.
@@ -71,10 +88,17 @@ class FeatureCache:
                 opened.write(np.ascontiguousarray(joined, self._dtype).tobytes())
 
     def read(self, document: int, size: int) -> dict[str, np.ndarray]:
-        """Read the states of a document's first `size` tokens, by kind."""
+        """Read the states of a document's first `size` tokens, by kind.
+
+        Raises:
+            UserError: their file is gone, or shorter than it was.
+        """
         shard = document // SHARD
-        start = int(self.sizes(np.arange(shard * SHARD, document)).sum())
-        rows = np.memmap(self._file(shard), self._dtype, "r").reshape(-1, self._width)[start : start + size]
+        file, start = self._file(shard), int(self.sizes(np.arange(shard * SHARD, document)).sum())
+        try:
+            rows = np.memmap(file, self._dtype, "r", start * self._width * self._dtype.itemsize, (size, self._width))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}: cannot be read ({error}); {AGAIN}") from error
         edges = np.cumsum([0, *self.widths.values()])
         return {name: rows[:, edges[i] : edges[i + 1]] for i, name in enumerate(self.widths)}
 
@@ -105,12 +129,13 @@ def open_cache(path: Path, cache_of: dict[str, Any], prepared: Prepared) -> Feat
     Raises:
         UserError: a cache of something else, named by the field that differs.
     """
-    wanted = {"format_version": FORMAT_VERSION, "data_hash": prepared.manifest["data_hash"], **cache_of}
+    wanted = {"format_version": FORMAT_VERSION, "shard": SHARD, "data_hash": prepared.manifest["data_hash"]} | cache_of
     file = path / MANIFEST
     with about(path):
         if not file.exists():
             path.mkdir(parents=True, exist_ok=True)
-            check(not any(path.iterdir()), "not a cache of features; a directory of one's own is right")
+            others = [file.name for file in path.iterdir() if not file.name.endswith(PARTIAL)]
+            check(not others, "not a cache of features; a directory of one's own is right")
             with new_file(file) as partial:
                 write_json(partial, wanted)
     found = read_json(file)

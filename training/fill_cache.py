@@ -13,16 +13,19 @@ def fill(cache: FeatureCache, task: Task, target: Params, batch_size: int) -> No
     """Compute the states of every document whose shard is not there yet; an interrupted one goes on.
 
     Raises:
-        UserError: no room for them.
+        UserError: no room for them, or another run is at it.
     """
     missing = [shard for shard in range(cache.shards) if not cache.has(shard)]
-    for shard in show(missing, len(missing), "computing features") if missing else ():
-        documents = cache.documents(shard)
-        rows = packed(cache.prepared, documents, cache.length, 0)
-        states: dict[int, dict[str, np.ndarray]] = {}
-        for first in range(0, len(rows), batch_size):
-            states |= _states(cache, task, target, rows, range(first, first + batch_size))
-        cache.write(shard, [states[int(document)] for document in documents])
+    if not missing:
+        return
+    with cache.filling():
+        for shard in show(missing, len(missing), "computing features"):
+            documents = cache.documents(shard)
+            rows = packed(cache.prepared, documents, cache.length, 0)
+            states: dict[int, dict[str, np.ndarray]] = {}
+            for first in range(0, len(rows), batch_size):
+                states |= _states(cache, task, target, rows, range(first, first + batch_size))
+            cache.write(shard, [states[int(document)] for document in documents])
 
 
 def _states(

@@ -64,7 +64,8 @@ def initial_draft(config: RunConfig, target: LoadedTarget) -> tuple[DraftConfig,
     Raises:
         UserError: a draft to begin with that is not of this target, or not of the shape that the run asks for.
     """
-    made = draft_config(config, target.config)
+    # The generation config may name stops that the config does not.
+    made = draft_config(config, dataclasses.replace(target.config, stop_token_ids=target.stop_token_ids))
     if config.init_from is None or config.init_from == FROM_TARGET:
         params = _random(made, jax.random.key(config.seed))
         return made, params if config.init_from is None else with_layers_of(target, made, params)
@@ -73,12 +74,12 @@ def initial_draft(config: RunConfig, target: LoadedTarget) -> tuple[DraftConfig,
         check_pair(target.config, loaded.config)
     except UserError as error:
         raise UserError(f"--init-from {config.init_from}: not a draft for this target: {error}") from error
-    for flag, field, asked in (
-        ("--draft.block-size", "block_size", made.block_size),
-        ("--draft.mask-token-id", "mask_token_id", made.mask_token_id),
-        ("--draft.layers", "num_layers", made.num_layers),
+    for flag, found, asked in (
+        ("--draft.block-size", loaded.config.block_size, made.block_size),
+        ("--draft.mask-token-id", loaded.config.mask_token_id, made.mask_token_id),
+        ("--draft.layers", loaded.config.num_layers, made.num_layers),
+        ("--draft.taps", len(loaded.config.target_layer_ids), len(made.target_layer_ids)),
     ):
-        found = getattr(loaded.config, field)
         check(found == asked, f"{flag}: {asked}, and {config.init_from} has {found}; {flag} {found} is right")
     return loaded.config, loaded.params
 
@@ -116,10 +117,13 @@ def _sums(params: Params) -> list[jax.Array]:
         bits = jax.lax.bitcast_convert_type(leaf, {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]).astype(
             jnp.uint32
         )
-        # Odd factors that differ by place, so that an exchange of two weights shows; sums wrap.
         place: Any = jnp.zeros((), jnp.uint32)
         for axis, size in enumerate(leaf.shape):
             place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        return (bits * (place * jnp.uint32(2654435761) * 2 + 1)).sum(dtype=jnp.uint32)
+        # Murmur's finish: a plain product with the place does not see rows of round numbers exchanged. Sums wrap.
+        mixed = bits ^ (place * jnp.uint32(2654435761))
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+        return mixed.sum(dtype=jnp.uint32)
 
     return [total(leaf) for leaf in flatten(params).values()]

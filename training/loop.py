@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from training.metrics import Log, ratios
 from training.step import Report, Task, TrainState, train_step
 
 Element = dict[str, np.ndarray]
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,19 +79,19 @@ class Loop:
                 state, report = take(target, state, jax.device_put(data.to_batch(element)), seed)
                 self._look()
                 self._waiting = step, element, report
-                self._leave_behind(log, step, state, batches.get_state())
-                if self._signal:
+                stop = self._signal  # one that comes while this step is saved is the next step's
+                self._leave_behind(log, step, state, batches.get_state(), stop is not None or step == task.steps)
+                if stop is not None:
                     break
             self._checkpoints.wait()
-        if self._signal:
+        if stop is not None:
             tell(f"stopped after step {step}, which is saved; the same command goes on from it")
-            raise SystemExit(0 if self._signal == signal.SIGTERM else 128 + self._signal)
+            raise SystemExit(0 if stop == signal.SIGTERM else 128 + stop)
         return state
 
-    def _leave_behind(self, log: Log, step: int, state: TrainState, position: dict[str, Any]) -> None:
-        """Write metrics, evaluate and save, each where it is due."""
+    def _leave_behind(self, log: Log, step: int, state: TrainState, position: dict[str, Any], last: bool) -> None:
+        """Write metrics, evaluate and save, each where it is due; all but evaluating after the last step."""
         config = self._grounds.config
-        last = step == self._grounds.task.steps or self._signal is not None
         evaluate = step % config.evaluation.every == 0 or step == self._grounds.task.steps
         score = None
         if evaluate or last or step % config.train.log_every == 0:
@@ -152,11 +155,14 @@ class Loop:
 
     @contextlib.contextmanager
     def _noticing_signals(self) -> Iterator[None]:
-        """Note a signal for the end of the step; a second one acts at once, as it did before."""
+        """Note a signal for the end of the step; a second one ends the process at once, whatever it is waiting for."""
 
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
             self._signal = number
-            signal.signal(number, before[signal.Signals(number)])
+            for one in before:
+                signal.signal(one, signal.SIG_DFL)
+            if sys.stderr.isatty():  # the bar hides the cursor, and would not be asked
+                os.write(sys.stderr.fileno(), SHOW_CURSOR)
 
         before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
         try:

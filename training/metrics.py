@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import secrets
+import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import RecordWriter
 
-from convert.files import new_file
+from convert.files import about_values, new_file
 from convert.progress import tell
 from dflash_jax.errors import UserError
 from dflash_jax.loss import Sums
@@ -45,12 +50,17 @@ def ratios(sums: Sequence[Sums]) -> dict[str, Any]:
 
 
 class Log:
-    """Where a run's metrics go. A resumed run's lines follow those of the steps before it."""
+    """Where a run's metrics go. A resumed run's lines follow those of the steps before it.
+
+    Raises:
+        UserError: metrics that are none, or no room for them.
+    """
 
     def __init__(self, output: Path, first_step: int, steps: int) -> None:
-        self._file = output / METRICS
+        self._file, self._boards = output / METRICS, output / TENSORBOARD
         self._keep_until(first_step)
-        self._board = SummaryWriter(str(output / TENSORBOARD), purge_step=first_step + 1)
+        with _writing(self._boards):
+            self._board = Board(self._boards, first_step)
         self._bar = _bar(steps) if sys.stderr.isatty() else None
         self._task = self._bar.add_task("", total=steps, completed=first_step) if self._bar else None
         self._steps = steps
@@ -66,17 +76,10 @@ class Log:
         Raises:
             UserError: no room for it.
         """
-        try:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
-            for name, value in values.items():
-                for place, one in _scalars(name, value):
-                    self._board.add_scalar(place, one, step)
-            self._board.flush()
-        except OSError as error:
-            raise UserError(
-                f"{self._file}: cannot be written ({error.strerror}); more room, then again, is right"
-            ) from error
+        with _writing(self._file), self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        with _writing(self._boards):
+            self._board.write(step, dict(one for name, value in values.items() for one in _scalars(name, value)))
         text = ", ".join(
             form.format(values[name]) for name, form in (SHOWN | SHOWN_TOO).items() if values.get(name) is not None
         )
@@ -89,10 +92,12 @@ class Log:
         """Drop lines of steps that will be taken again, and one that was not written whole."""
         if not self._file.exists():
             return
-        lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        with new_file(self._file) as partial:
-            partial.write_text("".join(kept), encoding="utf-8")
+        with about_values(self._file):
+            lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if kept != lines:
+            with new_file(self._file) as partial:
+                partial.write_text("".join(kept), encoding="utf-8")
 
     @contextlib.contextmanager
     def shown(self) -> Iterator["Log"]:
@@ -101,7 +106,45 @@ class Log:
             with self._bar or contextlib.nullcontext():
                 yield self
         finally:
-            self._board.close()
+            with contextlib.suppress(OSError):  # all that it was given is there, or was told to be missing
+                self._board.close()
+
+
+class Board:
+    """An event file for TensorBoard, in which a later step of an earlier file counts no longer.
+
+    The library's own writer has a thread, which dies unheard on a full disk and lets everyone wait for it.
+    """
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        directory.mkdir(exist_ok=True)
+        # TensorBoard reads files in the order of their names; a random end tells those of one second apart.
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{secrets.token_hex(4)}"
+        self._file = RecordWriter(str(directory / name))
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Write the numbers of a step, by name."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._add(Event(step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._file.write(event.SerializeToString())
+        self._file.flush()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); more room, then again, is right") from error
 
 
 def _bar(steps: int) -> Progress:

@@ -46,8 +46,15 @@ def pack(lengths: Sequence[int] | np.ndarray, room: int, seed: int) -> list[list
     return rows
 
 
-def hold_out(documents: int, asked: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split documents into those to train on and those to evaluate on, at most a tenth of them; both in order."""
-    held = min(asked, documents // 10)
-    order = np.random.default_rng(seed).permutation(documents)
-    return np.sort(order[held:]), np.sort(order[:held])
+def hold_out(lines: np.ndarray, asked: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split documents into those to train on and those to evaluate on, both in order.
+
+    Args:
+        lines: the line of the input that each document came from; those of one line, turns of one chat, stay together.
+        asked: lines to evaluate on; a tenth of all is the most that are taken.
+        seed: decides which.
+    """
+    rows = np.unique(lines)
+    held = np.random.default_rng(seed).permutation(rows)[: min(asked, len(rows) // 10)]
+    is_held = np.isin(lines, held)
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held)

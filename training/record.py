@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import jax
 
 from convert.files import about, locked, new_file, read_json, write_json
 from convert.sources import Source
-from dflash_jax.errors import check
+from dflash_jax.errors import UserError, check
 from training.config import RunConfig
 from training.prepared import Prepared, tokenizer_hash
 
-CONFIG, LOCK = "config.json", ".lock"
+CONFIG, LOCK, PARTIAL = "config.json", ".lock", ".*.partial"
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 # Where things lie and how often they are kept; none of it changes a bit of the draft.
 MAY_DIFFER = {
@@ -38,15 +39,36 @@ def only_run_in(output: Path) -> Iterator[None]:
         UserError: another run is in it, it holds something else, or it cannot be made.
     """
     with about(f"--output {output}"):
-        if output.is_dir() and any(output.iterdir()):
-            ours = (output / CONFIG).is_file() or (output / LOCK).is_file()
-            check(ours, "holds something else than a run; another name is right")
-        output.mkdir(parents=True, exist_ok=True)
+        check(not os.path.lexists(output) or output.is_dir(), "no directory; one, or a new name, is right")
+        check(_may_be_run(output), "holds something else than a run; another name is right")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(locked(output / LOCK))
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(output / LOCK))
+            except OSError as error:
+                raise UserError(f"cannot be written ({error.strerror}); a place that can be is right") from error
             held = stack.pop_all()
     with held:
+        _sweep(output)
         yield
+
+
+def _may_be_run(output: Path) -> bool:
+    """Say whether a directory is a run's, or one that a run just began with. Models have a config.json, too."""
+    if not output.is_dir():
+        return True
+    if (output / CONFIG).exists():
+        return "settings" in read_json(output / CONFIG)
+    return all(file.name == LOCK or file.match(PARTIAL) for file in output.iterdir())
+
+
+def _sweep(output: Path) -> None:
+    """Remove what a run that was killed had not written whole."""
+    for left in output.glob(PARTIAL):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def write_or_compare(output: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
@@ -58,22 +80,26 @@ def write_or_compare(output: Path, config: RunConfig, facts: Mapping[str, Any]) 
         facts: digests of its target and data, and its draft's config.
 
     Raises:
-        UserError: something differs, named by its field.
+        UserError: something differs, every field of it named.
     """
     wanted = {"settings": dataclasses.asdict(config), **facts}
     file = output / CONFIG
     if not file.exists():
         made_with = {"versions": versions(), "device": jax.devices()[0].device_kind}
-        with about(file), new_file(file) as partial:
+        with new_file(file) as partial:
             write_json(partial, wanted | made_with)
         return
     theirs, ours = dict(_flat("", read_json(file))), dict(_flat("", wanted))
-    for name, value in ours.items():
-        check(
-            name in MAY_DIFFER or theirs.get(name) == value,
-            f"--output {output}: {name.removeprefix('settings.')} is {theirs.get(name)!r} in its {CONFIG} and "
-            f"{value!r} here; the same, or another output, is right",
-        )
+    differing = [name for name, value in ours.items() if name not in MAY_DIFFER and theirs.get(name) != value]
+    # What follows from settings differs with them.
+    told = [name for name in differing if name.startswith("settings.")] or differing
+    found = ", ".join(
+        f"{name.removeprefix('settings.')} is {theirs.get(name)!r} there and {ours[name]!r} here" for name in told
+    )
+    check(
+        not told,
+        f"--output {output}: not the run that its {CONFIG} tells of: {found}; the same, or another output, is right",
+    )
 
 
 def versions() -> dict[str, str]:

@@ -43,13 +43,14 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
     with record.only_run_in(output):
         target = _load_target(config, prepared)
         grounds, state = _begin(config, prepared, target, output)
-        checkpoints = Checkpoints(output, config.checkpoint)
-        position = None
-        if checkpoints.latest is not None:
-            state, position = checkpoints.restore(state)
-        if int(state.step) < grounds.task.steps:
-            state = Loop(grounds, checkpoints, output).run(state, position)
-        checkpoints.close()
+        with Checkpoints(output, config.checkpoint) as checkpoints:
+            position = None
+            if checkpoints.latest is not None:
+                state, position = checkpoints.restore(state)
+            if int(state.step) < grounds.task.steps:
+                state = Loop(grounds, checkpoints, output).run(state, position)
+            else:
+                tell(f"--output {output}: all {grounds.task.steps} steps are taken already")
         destination = output / DRAFT
         if not destination.exists():
             publish(destination, grounds.task.draft, state.params, config.export.dtype)
@@ -71,7 +72,7 @@ def _load_target(config: RunConfig, prepared: Prepared) -> LoadedTarget:
 def _begin(config: RunConfig, prepared: Prepared, target: LoadedTarget, output: Path) -> tuple[Grounds, TrainState]:
     """Put together what the run stands on, and its first state."""
     draft, params = initial_draft(config, target)
-    train_on, held = hold_out(len(prepared), config.evaluation.rows, config.seed)
+    train_on, held = hold_out(prepared.lines, config.evaluation.rows, config.seed)
     rows = data.packed(prepared, train_on, config.train.length, config.seed)
     task = _task(config, target, draft, len(rows))
     mark = fingerprint(target.params)
