@@ -9,8 +9,9 @@ REFERENCE := dflash==0.1.0
 demo: .venv/run
 	.venv/bin/python -m inference.demo
 
+# Two processes, a file at a time: most of a test's time is Python and compiling, each on one core.
 test: .venv/dev
-	.venv/bin/pytest -m "not slow"
+	.venv/bin/pytest -m "not slow" -n 2 --dist loadfile
 
 check-slow: .venv/dev
 	.venv/bin/pytest -m slow
