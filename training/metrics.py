@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import secrets
-import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +10,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import RecordWriter
 
 from convert.files import about_values, new_file
 from convert.progress import tell
 from dflash_jax.errors import UserError
 from dflash_jax.loss import Sums
+from training.event_file import EventFile
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 # What a line on the terminal shows, and how.
@@ -60,7 +55,7 @@ class Log:
         self._file, self._boards = output / METRICS, output / TENSORBOARD
         self._keep_until(first_step)
         with _writing(self._boards):
-            self._board = Board(self._boards, first_step)
+            self._board = EventFile(self._boards, first_step + 1)
         self._bar = _bar(steps) if sys.stderr.isatty() else None
         self._task = self._bar.add_task("", total=steps, completed=first_step) if self._bar else None
         self._steps = steps
@@ -102,41 +97,8 @@ class Log:
     @contextlib.contextmanager
     def shown(self) -> Iterator["Log"]:
         """Show the bar for as long as the run lasts."""
-        try:
-            with self._bar or contextlib.nullcontext():
-                yield self
-        finally:
-            with contextlib.suppress(OSError):  # all that it was given is there, or was told to be missing
-                self._board.close()
-
-
-class Board:
-    """An event file for TensorBoard, in which a later step of an earlier file counts no longer.
-
-    The library's own writer has a thread, which dies unheard on a full disk and lets everyone wait for it.
-    """
-
-    def __init__(self, directory: Path, first_step: int) -> None:
-        directory.mkdir(exist_ok=True)
-        # TensorBoard reads files in the order of their names; a random end tells those of one second apart.
-        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{secrets.token_hex(4)}"
-        self._file = RecordWriter(str(directory / name))
-        self._add(Event(file_version="brain.Event:2"))
-        self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Write the numbers of a step, by name."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._add(Event(step=step, summary=Summary(value=values)))
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
-
-    def _add(self, event: Event) -> None:
-        event.wall_time = time.time()
-        self._file.write(event.SerializeToString())
-        self._file.flush()
+        with self._bar or contextlib.nullcontext():
+            yield self
 
 
 @contextlib.contextmanager
