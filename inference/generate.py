@@ -152,6 +152,16 @@ def _show(answers: Iterable[tuple[int, Generation]], tokenizer: Any, names: Sequ
             writer = None
 
 
+def add_sampling_flags(answers: argparse._ArgumentGroup) -> None:
+    """Add the flags that say how tokens are chosen, for every command that has answers given."""
+    answers.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
+    answers.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P in all"
+    )
+    answers.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
+    answers.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+
+
 def _parser() -> cli.Parser:
     parser = cli.Parser(
         prog="python -m inference.generate",
@@ -198,12 +208,7 @@ def _parser() -> cli.Parser:
     )
     answer = parser.add_argument_group("answers")
     answer.add_argument("--max-new-tokens", type=whole(1), default=256, metavar="N", help="at most (default: 256)")
-    answer.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
-    answer.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P in all"
-    )
-    answer.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
-    answer.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    add_sampling_flags(answer)
     answer.add_argument(
         "--stop", type=int, nargs="+", action="extend", default=[], metavar="TOKEN_ID", help="also ends an answer"
     )

@@ -17,7 +17,7 @@ from dflash_jax import sharding
 from dflash_jax.errors import UserError, check
 from inference import prompts, results
 from inference.engine import Engine, Generation, SamplingConfig, place_on
-from inference.generate import DTYPES, check_memory, flags_named, in_order, memory_named, whole
+from inference.generate import DTYPES, add_sampling_flags, check_memory, flags_named, in_order, memory_named, whole
 from training import conversations
 from training.completions import Completions
 from training.endpoint import KEY, Endpoint
@@ -127,12 +127,7 @@ def _parser() -> cli.Parser:
         metavar="N",
         help="most tokens of a prompt and its answer; longer prompts are skipped (default: 2048)",
     )
-    answer.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
-    answer.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P in all"
-    )
-    answer.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
-    answer.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    add_sampling_flags(answer)
     answer.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,

@@ -37,7 +37,7 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
     """
     check(
         config.mesh.data * config.mesh.fsdp * config.mesh.tensor == 1,
-        "--mesh: training on several devices is not supported yet; sizes of 1 are right",
+        "--mesh.data, --mesh.fsdp, --mesh.tensor: training on several devices is not supported yet; 1 is right",
     )
     prepared = open_prepared(prepared_path)
     with record.only_run_in(output):
