@@ -3,6 +3,9 @@
 Parameters are plain nested dictionaries; modules are used as pure functions through `apply`.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -107,7 +110,28 @@ class Target(nn.Module):
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Score the vocabulary, in float32 or wider; also for drafts."""
-        wide = np.promote_types(hidden.dtype, np.float32)
-        tied = self.config.tie_word_embeddings
-        weight, axes = (self.embedding, "btd,vd->btv") if tied else (self.head, "btd,dv->btv")
-        return jnp.einsum(axes, hidden, weight, precision=EXACT, preferred_element_type=wide)
+        if self.config.tie_word_embeddings:
+            return _score(hidden, self.embedding, "vd")
+        return _score(hidden, self.head, "dv")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _score(hidden: Float[Array, "b t d"], weight: Float[Array, "..."], axes: str) -> Float[Array, "b t v"]:
+    """Multiply by a frozen head, which gets no gradient (law 4)."""
+    wide = np.promote_types(hidden.dtype, np.float32)
+    return jnp.einsum(f"btd,{axes}->btv", hidden, weight, precision=EXACT, preferred_element_type=wide)
+
+
+def _score_forward(hidden: Array, weight: Array, axes: str) -> tuple[Array, tuple[Array, Array]]:
+    return _score(hidden, weight, axes), (weight, jnp.zeros((), hidden.dtype))
+
+
+def _score_backward(axes: str, kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    # In the weight's dtype: JAX's own rule would make a float32 copy of a bfloat16 head, and multiply in float32.
+    weight, like = kept
+    narrow = cotangent.astype(weight.dtype)
+    product = jnp.einsum(f"btv,{axes}->btd", narrow, weight, precision=EXACT, preferred_element_type=cotangent.dtype)
+    return product.astype(like.dtype), None
+
+
+_score.defvjp(_score_forward, _score_backward)

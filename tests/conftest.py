@@ -1,5 +1,6 @@
 """Strictness that every test runs under, and what several of them share."""
 
+import signal
 from collections.abc import Iterator
 
 import jax
@@ -9,6 +10,9 @@ from hypothesis import settings
 # A vector added to a matrix is usually a forgotten axis.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+
+# Shells let what they start in the background ignore interrupts, and programs that tests start would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first example of a test may compile; how long that takes is the machine's business.
 settings.register_profile("compiled", deadline=None)

@@ -23,12 +23,12 @@ def _small_tiles(monkeypatch):
 def dense(queries, keys, values, spans, own):
     """Every query against every key under one softmax and one mask."""
     keys, values = (jnp.repeat(x, HEADS // KEY_HEADS, axis=1) for x in (keys, values))
-    rows = np.arange(keys.shape[2])
+    rows = np.arange(keys.shape[2])[None, None]
     mask = (rows >= spans.first[..., None]) & (rows < spans.last[..., None])
     if own is not None:
         t, q = len(own.within), queries.shape[2]
-        theirs = np.kron(np.eye(q // t), np.asarray(own.within)) > 0
-        mask = jnp.concatenate([mask, jnp.broadcast_to(theirs, (len(mask), q, q))], axis=-1)
+        theirs = jnp.kron(jnp.eye(q // t), own.within.astype(jnp.float32)) > 0
+        mask = jnp.concatenate([mask, jnp.broadcast_to(theirs[None], (len(mask), q, q))], axis=-1)
         keys, values = (
             jnp.concatenate([x, jnp.repeat(mine, HEADS // KEY_HEADS, axis=1)], axis=2)
             for x, mine in ((keys, own.keys), (values, own.values))

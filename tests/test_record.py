@@ -60,6 +60,10 @@ CHANGES = {
     "optimizer__name": "muon",
     "optimizer__learning_rate": 2e-3,
     "optimizer__clip": 2.0,
+    "optimizer__warmup": 0.5,
+    "optimizer__weight_decay": 0.1,
+    "draft__taps": 2,
+    "train__epochs": 2,
     "evaluation__rows": 3,
 }
 HARMLESS = {
@@ -86,6 +90,16 @@ def test_another_setting_is_refused_by_its_name(output, field):
         f"and {CHANGES[field]!r} here; the same, or another output, is right"
     )
     write(output)
+
+
+def test_every_setting_is_either_of_the_run_or_harmless():
+    settings = {
+        f"{name}__{field}" if isinstance(value, dict) else name
+        for name, value in dataclasses.asdict(runs.CONFIG).items()
+        for field in (value if isinstance(value, dict) else [""])
+    }
+    assert settings == {*CHANGES, *HARMLESS, "loss__gamma", "mesh__data", "mesh__fsdp", "mesh__tensor"}
+    assert len(record.MAY_DIFFER) == len(HARMLESS)
 
 
 def test_every_setting_that_differs_is_named(output):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from convert import cli
-from dflash_jax.config import DraftConfig
+from dflash_jax.config import DraftConfig, TransformerConfig
 from dflash_jax.errors import UserError
 from dflash_jax.presets import TARGETS
 from training import flags, optimizer
@@ -213,8 +213,10 @@ def test_a_preset_s_draft_is_that_of_the_published_layout(name):
     assert (draft.target_layer_ids, draft.mask_token_id, draft.block_size) == (IDS[name], MASKS[name], BLOCKS[name])
     assert draft.num_target_layers == target.num_layers
     assert draft.num_layers == PRESETS[name].draft.layers
-    assert (draft.hidden_size, draft.vocab_size) == (target.hidden_size, target.vocab_size)
-    assert draft.qk_norm
+    own = {"layers", "qk_norm", "attention_bias", "mlp_bias"}
+    for field in {field.name for field in dataclasses.fields(TransformerConfig)} - own:
+        assert getattr(draft, field) == getattr(target, field), field
+    assert (draft.qk_norm, draft.attention_bias, draft.mlp_bias) == (True, False, False)
     assert all(layer.rotary == target.layers[0].rotary and not layer.causal for layer in draft.layers)
     assert DraftConfig.from_hf(draft.to_hf()) == draft
 

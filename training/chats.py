@@ -71,6 +71,11 @@ def documents(row: dict[str, Any], where: str, language: Language) -> list[Docum
     if any(name in row for name in IDS):
         prompt, response = (_ids(row, name, where, language.vocab_size) for name in IDS)
         check(bool(response), f"{where}: response_ids is an empty list; one id or more is right")
+        check(
+            row.get("thinking", language.thinking) == language.thinking,
+            f"{where}: answered with thinking {str(row.get('thinking')).lower()}, and prepared otherwise; "
+            f"{'--no-thinking' if language.thinking else '--thinking'} is right",
+        )
         return [_document(prompt, response)]
     check(len(forms) == 1, f"{where}: {' and '.join(forms) or 'no chat'}; a row {ROW} is right")
     messages = _messages(row["messages"], where) if "messages" in row else from_sharegpt(row["conversations"], where)

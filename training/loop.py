@@ -19,7 +19,7 @@ from convert.progress import tell
 from dflash_jax.anchors import candidates, draw
 from dflash_jax.errors import UserError
 from dflash_jax.parameters import Params
-from training import data, optimizer
+from training import data
 from training.checkpoints import Checkpoints
 from training.config import RunConfig
 from training.data import PackedRows
@@ -132,11 +132,11 @@ class Loop:
 
     def _metrics(self, step: int) -> dict[str, Any]:
         """Return the numbers of the steps since the last line."""
-        config, task = self._grounds.config, self._grounds.task
+        config = self._grounds.config
         room = len(self._reports) * config.train.batch_size * config.train.length
         return ratios([report.sums for report in self._reports]) | {
             "grad_norm": float(np.mean([report.grad_norm for report in self._reports])),
-            "learning_rate": float(optimizer.schedule(config.optimizer, task.steps)(step - 1)),
+            "learning_rate": float(self._reports[-1].learning_rate),
             "tokens_per_second": self._tokens / (time.perf_counter() - self._since),
             "padding": 1 - self._tokens / room,
             "skipped_steps": sum(not report.applied for report in self._reports),

@@ -1,7 +1,11 @@
 """Optimizers by name, with the paper's schedule (DFlash, appendix A.1)."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 from optax.contrib import muon
 
 from training.config import OptimizerConfig
@@ -18,6 +22,11 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     else:
         update = optax.adamw(rate, weight_decay=config.weight_decay, mask=_matrices)
     return optax.chain(optax.clip_by_global_norm(config.clip), update)
+
+
+def updates_of(moments: Any) -> Array:
+    """Return how many updates an optimizer's state has seen; steps without weight are none."""
+    return next(leaf for leaf in jax.tree.leaves(moments) if leaf.dtype == jnp.int32)
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -71,6 +71,7 @@ class Report(NamedTuple):
     """What a step says of itself."""
 
     sums: Sums
+    learning_rate: Float[Array, ""]
     grad_norm: Float[Array, ""]
     applied: Bool[Array, ""]
 
@@ -92,7 +93,8 @@ def train_step(
         (optax.apply_updates(state.params, updates), moments),
         (state.params, state.moments),
     )
-    return TrainState(state.step + 1, params, moments), Report(sums, norm, applied)
+    rate = optimizer.schedule(task.optimizer, task.steps)(optimizer.updates_of(state.moments))
+    return TrainState(state.step + 1, params, moments), Report(sums, rate, norm, applied)
 
 
 @functools.partial(jax.jit, static_argnames="task")

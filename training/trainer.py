@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from convert import LoadedTarget, load_target, progress
 from convert.demo_target import find_demo_target
+from convert.files import read_json
 from convert.progress import tell
 from convert.published import publish
 from convert.sources import open_source
@@ -51,10 +52,26 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
                 state = Loop(grounds, checkpoints, output).run(state, position)
             else:
                 tell(f"--output {output}: all {grounds.task.steps} steps are taken already")
-        destination = output / DRAFT
-        if not destination.exists():
-            publish(destination, grounds.task.draft, state.params, config.export.dtype)
-    print(f"{destination}: a draft trained for {int(state.step)} steps")
+        updates = int(optimizer.updates_of(state.moments))
+        check(
+            updates > 0,
+            f"--data {prepared_path}: in {int(state.step)} steps there was no answer within --train.length "
+            f"{config.train.length} to learn from; rows with longer ones, or a greater length, are right",
+        )
+        _export(output / DRAFT, grounds.task.draft, state, config)
+    print(f"{output / DRAFT}: a draft trained for {updates} steps")
+
+
+def _export(destination: Path, draft: DraftConfig, state: TrainState, config: RunConfig) -> None:
+    """Write the draft, unless it is there already."""
+    if not destination.exists():
+        return publish(destination, draft, state.params, config.export.dtype)
+    found = read_json(destination / "config.json").get("dtype")
+    return check(
+        found == config.export.dtype,
+        f"--export.dtype: {config.export.dtype}, and {destination} is there already in {found}; removing it lets it be "
+        "written again",
+    )
 
 
 def _load_target(config: RunConfig, prepared: Prepared) -> LoadedTarget:
@@ -77,7 +94,7 @@ def _begin(config: RunConfig, prepared: Prepared, target: LoadedTarget, output: 
     task = _task(config, target, draft, len(rows))
     mark = fingerprint(target.params)
     facts = {"target_weights": mark, "data": prepared.manifest["data_hash"], "draft": draft.to_hf()}
-    record.write_or_compare(output, config, facts)
+    record.write_or_compare(output, _resolved(config, task), facts)
     weights, cache = target.params, None
     if config.features.cache:
         cache = _cache(config, task, prepared, weights, mark)
@@ -105,6 +122,16 @@ def _task(config: RunConfig, target: LoadedTarget, draft: DraftConfig, rows: int
         remat=config.train.remat,
         optimizer=config.optimizer,
         steps=config.train.steps or data.steps_of(rows, config.train.batch_size, config.train.epochs),
+    )
+
+
+def _resolved(config: RunConfig, task: Task) -> RunConfig:
+    """Return the settings with what they leave to be found out."""
+    return dataclasses.replace(
+        config,
+        target=config.target or str(find_demo_target("--target")),
+        train=dataclasses.replace(config.train, steps=task.steps),
+        loss=dataclasses.replace(config.loss, gamma=task.gamma),
     )
 
 
