@@ -22,7 +22,7 @@ TRAINING = "python -m training."
 NEEDS_HUB = "Qwen/Qwen3-4B"
 # The same way from questions to a draft, shorter, and with a target of a few thousand parameters.
 SHORTER = {
-    "--num-prompts 160 --max-new-tokens 96": "--num-prompts 12 --max-new-tokens 12",
+    "--num-prompts 120 --max-new-tokens 80": "--num-prompts 12 --max-new-tokens 12",
     "--draft runs": "--target target --draft runs",
     "training.prepare": "training.prepare --target target",
     "training.regenerate": "training.regenerate --target target --max-length 256",

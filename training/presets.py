@@ -34,9 +34,9 @@ _PRESETS = (
     dataclasses.replace(
         _DEMO,
         preset="tiny",
-        train=TrainConfig(epochs=1, steps=100, batch_size=2, length=512, anchors=64, dtype="float32"),
+        train=TrainConfig(epochs=1, steps=60, batch_size=2, length=512, anchors=64, dtype="float32"),
         draft=DraftShape(layers=2, taps=5, block_size=8, mask_token_id=SMOLLM2_MASK),
-        evaluation=EvaluationConfig(every=50, rows=16),
+        evaluation=EvaluationConfig(every=30, rows=12),
     ),
     _DEMO,
     dataclasses.replace(_QWEN3, preset="qwen3-0.6b", target="Qwen/Qwen3-0.6B", train=TrainConfig()),
