@@ -1,6 +1,7 @@
 """What every command shares: one-line errors, exit statuses, and no traceback for what is no fault of ours."""
 
 import argparse
+import contextlib
 import difflib
 import errno
 import io
@@ -57,7 +58,11 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
+        _leave(128 + signal.SIGINT)
+    except SystemExit as ended:
+        if ended.code == 128 + signal.SIGTERM:
+            _leave(128 + signal.SIGTERM)
+        raise
     except BrokenPipeError:
         _discard_output()
         status = 128 + signal.SIGPIPE
@@ -77,6 +82,14 @@ def _silence_libraries() -> None:
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("jax").setLevel(logging.ERROR)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process now: an interpreter that ends under threads that compile or read can crash."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _discard_output() -> None:

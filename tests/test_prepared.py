@@ -111,7 +111,7 @@ def test_what_is_not_there_or_not_finished_is_refused(directory):
     (directory / "manifest.json").write_text(json.dumps({"format_version": 1}))
     assert refusal(open_prepared, directory).startswith(f"{directory / 'manifest.json'}: a value of the wrong type")
     (directory / "manifest.json").unlink()
-    assert "no manifest.json in it; the same `python -m training.prepare` again" in refusal(open_prepared, directory)
+    assert "no manifest.json in it; a directory that `python -m" in refusal(open_prepared, directory)
 
 
 def test_a_shard_that_is_missing_or_of_another_size_is_noticed_on_opening(directory):

@@ -169,10 +169,10 @@ def test_a_value_that_cannot_be_is_refused_by_its_flag(flag, value, right):
 
 def test_text_that_is_no_number_is_refused_by_its_flag():
     assert refusal("--train.epochs", "many") == (
-        "argument --train.epochs: 'many'; N is right; `train --help` shows what is right"
+        "argument --train.epochs: 'many'; a whole number is right; `train --help` shows what is right"
     )
-    assert refusal("--train.epochs", "none").startswith("argument --train.epochs: 'none'; N is right")
-    assert refusal("--loss.gamma", "x").startswith("argument --loss.gamma: 'x'; X|none is right")
+    assert refusal("--train.epochs", "none").startswith("argument --train.epochs: 'none'; a whole number is right")
+    assert refusal("--loss.gamma", "x").startswith("argument --loss.gamma: 'x'; a number or none is right")
     assert refusal("--train.batchsize", 3).endswith("did you mean --train.batch-size?")
 
 

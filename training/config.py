@@ -7,7 +7,7 @@ Each field's `help` is what `python -m training.run --help` says of it. A field 
 import dataclasses
 from typing import Any
 
-from dflash_jax.config import MOST_LAYERS
+from dflash_jax.config import LARGEST_INT32, MOST_LAYERS
 from dflash_jax.errors import UserError, check
 from dflash_jax.loss import LOSSES, default_gamma
 
@@ -30,7 +30,9 @@ class TrainConfig:
     batch_size: int = option(8, "rows a step, over all devices")
     length: int = option(3072, "tokens a row; documents are packed into rows, and cut at a row's end")
     anchors: int = option(512, "blocks a row, at random anchors, drawn anew at each step")
-    dtype: str = option("bfloat16", "in which target and draft compute; master weights are float32")
+    dtype: str = option(
+        "bfloat16", "float32 or bfloat16, in which target and draft compute; master weights are float32"
+    )
     log_every: int = option(10, "steps between lines of metrics")
     remat: bool = option(False, "compute the draft's layers again in the backward pass rather than keep them")
 
@@ -91,16 +93,16 @@ class FeaturesConfig:
 class ExportConfig:
     """The draft that a run ends with."""
 
-    dtype: str = option("bfloat16", "of its tensors")
+    dtype: str = option("bfloat16", "float32 or bfloat16, of its tensors")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """How devices are laid out."""
 
-    data: int = option(1, "groups of devices that rows are spread over")
-    fsdp: int = option(1, "devices that parameters are spread over, gathered where they are used")
-    tensor: int = option(1, "devices that heads, MLP widths and the vocabulary are spread over")
+    data: int = option(1, "groups of devices that rows are spread over; 1 for now")
+    fsdp: int = option(1, "devices that parameters are spread over, gathered where they are used; 1 for now")
+    tensor: int = option(1, "devices that heads, MLP widths and the vocabulary are spread over; 1 for now")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,9 @@ class RunConfig:
     """
 
     preset: str
-    target: str | None = option(None, "a Flax checkpoint, a Hugging Face directory, a .gguf file or a hub id")
+    target: str | None = option(
+        None, "a Flax checkpoint, a Hugging Face directory, a .gguf file or a hub id; none: the demo's"
+    )
     init_from: str | None = option(None, "a draft to begin with, or `target` for the target's own layers; none: random")
     seed: int = option(0, "of initial weights, order of rows and anchors")
     train: TrainConfig = TrainConfig()
@@ -174,11 +178,13 @@ def flag_of(section: str, field: str) -> str:
 def _at_least(least: int, section: Any, name: str, *fields: str) -> None:
     for field in fields:
         value = getattr(section, field)
-        check(value is None or value >= least, f"{flag_of(name, field)}: {value}; {least} or more is right")
+        flag = flag_of(name, field)
+        check(value is None or value >= least, f"{flag}: {value}; {least} or more is right")
+        check(value is None or value <= LARGEST_INT32, f"{flag}: {value}; up to {LARGEST_INT32} is right")
 
 
 def _positive(value: float | None, flag: str) -> None:
-    check(value is None or 0 < value < float("inf"), f"{flag}: {value}; a number over 0 is right")
+    check(value is None or 0 < value < float("inf"), f"{flag}: {value}; a finite number over 0 is right")
 
 
 def _one_of(value: str, flag: str, known: tuple[str, ...]) -> None:

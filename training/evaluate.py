@@ -10,6 +10,7 @@ import numpy as np
 
 from convert import LoadedDraft, LoadedTarget, cli, load_draft, load_target, progress
 from convert.demo_target import find_demo_target
+from convert.load import target_config
 from convert.sources import open_source
 from dflash_jax.anchors import Anchors, candidates
 from dflash_jax.config import check_pair
@@ -41,13 +42,19 @@ def main(argv: Sequence[str]) -> None:
     args = _parser().parse_args(argv)
     prepared = open_prepared(args.data)
     name = args.target or str(find_demo_target("--target"))
-    check_tokenizer(prepared, open_source(name))
+    source = open_source(name)
+    target_config(source)
+    check_tokenizer(prepared, source)
     target = load_target(name, args.dtype, watch=progress.show)
     draft = load_draft(args.draft, args.dtype, watch=progress.show)
     try:
         check_pair(target.config, draft.config)
     except UserError as error:
         raise UserError(f"--draft {args.draft}: not a draft for this target: {error}") from error
+    check(
+        bool((prepared.supervised > 1).any()),
+        f"--data {args.data}: no answer of two tokens or more to judge; rows with longer ones are right",
+    )
     longest = int(prepared.lengths.max())
     most = target.config.max_positions
     check(longest <= most, f"--data {args.data}: a document of {longest} tokens; the target ends at {most}")

@@ -12,13 +12,16 @@ from training.config import RunConfig, flag_of
 NONE = "none"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of `RunConfig`; those that are not given leave the preset's value."""
+def add_flags(parser: argparse.ArgumentParser, preset: RunConfig | None = None) -> None:
+    """Add a flag for every field of `RunConfig`; those not given leave the preset's value, which help shows."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for section, field in _fields():
         group = groups.setdefault(section, parser.add_argument_group(f"--{section}.…" if section else "the run"))
         flag, about = flag_of(section, field.name), field.metadata["help"].replace("%", "%%")
         kind, optional = _kind(field)
+        if preset is not None:
+            value = getattr(getattr(preset, section) if section else preset, field.name)
+            about += f" [{NONE if value is None else value}]"
         settings: dict[str, Any] = {"help": about, "dest": f"{section}.{field.name}", "default": argparse.SUPPRESS}
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
@@ -66,9 +69,14 @@ def _reader(kind: type, optional: bool) -> Callable[[str], Any]:
         try:
             return kind(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}; {_metavar(kind, optional)} is right") from error
+            raise argparse.ArgumentTypeError(f"{text!r}; {_words(kind, optional)} is right") from error
 
     return read
+
+
+def _words(kind: type, optional: bool) -> str:
+    name = {int: "a whole number", float: "a number", str: "a text"}[kind]
+    return f"{name} or {NONE}" if optional else name
 
 
 def _metavar(kind: type, optional: bool) -> str:

@@ -109,7 +109,9 @@ def open_prepared(path: str | Path) -> Prepared:
     path = Path(path)
     check(path.is_dir(), f"{path}: no such directory; one that `python -m training.prepare` wrote is right")
     file = path / MANIFEST
-    check(file.is_file(), f"{path}: no {MANIFEST} in it; the same `python -m training.prepare` again finishes it")
+    check(
+        file.is_file(), f"{path}: no {MANIFEST} in it; a directory that `python -m training.prepare` finished is right"
+    )
     manifest = read_json(file)
     version = manifest.get("format_version")
     check(version == FORMAT_VERSION, f"{file}: format_version {version!r} is not supported; {FORMAT_VERSION} is")

@@ -18,6 +18,7 @@ example:
 
 --data is what `python -m training.prepare` wrote. Run again with the same output, it goes on from the newest
 checkpoint. The draft is in the output's draft/ in the end. SIGTERM and Ctrl-C save, then exit.
+`python -m training.run qwen3-4b --help` shows the settings of that preset, in brackets.
 """
 
 
@@ -27,22 +28,24 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: whatever the user got wrong, in one line.
     """
-    args = _parser().parse_args(argv)
+    preset = next((PRESETS[word] for word in argv if word in PRESETS), None)
+    args = _parser(preset).parse_args(argv)
     config = _config(args)
     check(args.data is not None, "--data: not given; a directory that `python -m training.prepare` wrote is right")
     train(config, Path(args.data), Path(args.output or f"runs/{config.preset}"))
 
 
-def _parser() -> cli.Parser:
+def _parser(preset: RunConfig | None) -> cli.Parser:
     parser = cli.Parser(
         prog="python -m training.run",
+        usage="python -m training.run PRESET --data DIR [--output DIR] [--section.field value …]",
         description="Train a DFlash draft for a target, from rows that training.prepare wrote.",
         epilog=EXAMPLE,
     )
     parser.add_argument("preset", metavar="PRESET", help=f"where settings start from: {', '.join(PRESETS)}")
     parser.add_argument("--data", metavar="DIR", help="prepared rows")
     parser.add_argument("--output", metavar="DIR", help="what the run writes, and resumes from (default: runs/PRESET)")
-    flags.add_flags(parser)
+    flags.add_flags(parser, preset)
     return parser
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from convert import LoadedTarget, load_target, progress
 from convert.demo_target import find_demo_target
 from convert.files import read_json
+from convert.load import target_config
 from convert.progress import tell
 from convert.published import publish
 from convert.sources import open_source
@@ -77,7 +78,9 @@ def _export(destination: Path, draft: DraftConfig, state: TrainState, config: Ru
 def _load_target(config: RunConfig, prepared: Prepared) -> LoadedTarget:
     """Load the target, in the dtype that the run computes in, if the data was made for it."""
     name = config.target or str(find_demo_target("--target"))
-    record.check_tokenizer(prepared, open_source(name))
+    source = open_source(name)
+    target_config(source)
+    record.check_tokenizer(prepared, source)
     target = load_target(name, config.train.dtype, watch=progress.show)
     check(
         config.train.length <= target.config.max_positions,
@@ -91,6 +94,10 @@ def _begin(config: RunConfig, prepared: Prepared, target: LoadedTarget, output: 
     draft, params = initial_draft(config, target)
     train_on, held = hold_out(prepared.lines, config.evaluation.rows, config.seed)
     rows = data.packed(prepared, train_on, config.train.length, config.seed)
+    check(
+        bool((prepared.supervised[train_on] > 1).any()),
+        f"--data {prepared.path}: no answer of two tokens or more to learn from; rows with longer ones are right",
+    )
     task = _task(config, target, draft, len(rows))
     mark = fingerprint(target.params)
     facts = {"target_weights": mark, "data": prepared.manifest["data_hash"], "draft": draft.to_hf()}
