@@ -319,7 +319,10 @@ FAULTS = {
     "section": (["tiny", "--optimiser.clip", "1"], "did you mean --optimizer.clip?"),
     "integer": (["tiny", "--train.steps", "ten"], "argument --train.steps: 'ten'; a whole number or none is right"),
     "fraction": (["tiny", "--train.batch-size", "1.5"], "argument --train.batch-size: '1.5'; a whole number is right"),
-    "number": (["tiny", "--optimizer.learning-rate", "fast"], "argument --optimizer.learning-rate: 'fast'; a number is right"),
+    "number": (
+        ["tiny", "--optimizer.learning-rate", "fast"],
+        "argument --optimizer.learning-rate: 'fast'; a number is right",
+    ),
     "too few": (["tiny", "--train.batch-size", "0"], "--train.batch-size: 0; 1 or more is right"),
     "loss": (["tiny", "--loss.name", "mse"], "--loss.name: 'mse' is not known; one of"),
     "dtype": (["tiny", "--train.dtype", "float16"], "--train.dtype: 'float16' is not known; one of float32, bfloat16"),
