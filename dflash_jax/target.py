@@ -96,10 +96,8 @@ class Target(nn.Module):
         spots = masks.positions(jnp.zeros(tokens.shape[0], starts.dtype), tokens.shape[1]) - starts
         turns = {layer.rotary: angles(layer.rotary, self.config.head_dim, spots) for layer in self.config.layers}
         outputs = []
-        for module, layer in zip(
-            self.layers[: None if through else max(self.taps) + 1], self.config.layers, strict=False
-        ):
-            x = module.over_row(x, turns[layer.rotary], starts)
+        for module in self.layers if through else self.layers[: max(self.taps) + 1]:
+            x = module.over_row(x, turns[module.layer.rotary], starts)
             outputs.append(x)
         features = jnp.concatenate([outputs[i] for i in self.taps], axis=-1)
         return features, self.final_norm(x) if through else None

@@ -101,7 +101,7 @@ def _begin(config: RunConfig, prepared: Prepared, target: LoadedTarget, output: 
     task = _task(config, target, draft, len(rows))
     mark = fingerprint(target.params)
     facts = {"target_weights": mark, "data": prepared.manifest["data_hash"], "draft": draft.to_hf()}
-    record.write_or_compare(output, _resolved(config, task), facts)
+    record.write_or_compare(output, _resolved(config, task, target.source), facts)
     weights, cache = target.params, None
     if config.features.cache:
         cache = _cache(config, task, prepared, weights, mark)
@@ -132,11 +132,11 @@ def _task(config: RunConfig, target: LoadedTarget, draft: DraftConfig, rows: int
     )
 
 
-def _resolved(config: RunConfig, task: Task) -> RunConfig:
+def _resolved(config: RunConfig, task: Task, target: str) -> RunConfig:
     """Return the settings with what they leave to be found out."""
     return dataclasses.replace(
         config,
-        target=config.target or str(find_demo_target("--target")),
+        target=target,
         train=dataclasses.replace(config.train, steps=task.steps),
         loss=dataclasses.replace(config.loss, gamma=task.gamma),
     )
