@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import parameters
+from dflash_jax import parameters, sharding
 from dflash_jax.config import DraftConfig, LayerConfig, TargetConfig
 from dflash_jax.rope import Rotary
-from training import optimizer
 from training.config import OptimizerConfig
-from training.step import Batch, Task, TrainState, train_step
+from training.initial import first_state
+from training.step import Batch, Task, train_step
 
 LENGTHS, ANCHORS = (1024, 2048, 4096, 8192), (64, 128, 256, 512)
 MIB = 2**20
@@ -51,14 +51,14 @@ def measure(length: int, anchors: int) -> dict[str, float]:
     """Compile a step and take it."""
     task = _task(anchors)
     target, params = (parameters.init(config, jax.random.key(0)) for config in (task.target, task.draft))
-    moments = optimizer.build(task.optimizer, task.steps).init(params)
-    state = TrainState(jnp.zeros((), jnp.int32), params, moments)
+    state = first_state(task, params)
     tokens = np.random.default_rng(0).integers(0, task.target.vocab_size, (1, length))
     batch = Batch(jnp.asarray(tokens, jnp.int32), jnp.ones((1, length), bool), jnp.zeros((1, length), jnp.int32))
-    compiled = train_step.lower(task, target, state, batch, jnp.uint32(0)).compile()
+    seed, signals = jnp.uint32(0), jnp.zeros(1, jnp.int32)
+    compiled = train_step.lower(task, target, state, batch, seed, signals).compile()
     reserved: Any = compiled.memory_analysis()
     before = _peak()
-    jax.block_until_ready(compiled(target, state, batch, jnp.uint32(0)))
+    jax.block_until_ready(compiled(target, state, batch, seed, signals))
     return {"compiled": reserved.temp_size_in_bytes / MIB, "measured": _peak() - before}
 
 
@@ -79,7 +79,7 @@ def _task(anchors: int) -> Task:
     names = {field.name for field in dataclasses.fields(DraftConfig)}
     own = {"layers": (LayerConfig(rotary, causal=False),) * 2, "block_size": 16, "target_layer_ids": (0, 2)}
     draft = DraftConfig(**{name: value for name, value in shared.items() if name in names} | own)
-    return Task(target, draft, anchors, "decay", 7.0, "float32", False, OptimizerConfig(), 10)
+    return Task(target, draft, anchors, "decay", 7.0, "float32", False, OptimizerConfig(), 10, sharding.make_mesh())
 
 
 def _peak() -> float:

@@ -2,7 +2,12 @@
 
 import os
 import re
+import socket
 import sys
+import time
+import urllib.error
+import urllib.request
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,34 +17,42 @@ from convert import progress
 from dflash_jax.errors import UserError, check
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-# Set by launchers to how many processes they started, or to a list of hosts; jax finds the rest by itself.
-LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES")
+# Set by GKE and by whoever else knows the hosts of a TPU slice; a list of one says that there are no others.
+TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+# Set by launchers to how many processes or slices they started, or to a list of hosts; jax finds the rest by itself.
+LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", *TPU_HOSTS, "MEGASCALE_NUM_SLICES")
+NODES, NODE, NODE_IPS = "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
+PORT = os.environ.get("JAX_COORDINATOR_PORT", "8482")  # as jax has it on TPUs
+# jax sets it when it is imported where no TPU is; elsewhere users set it.
+NO_METADATA = "TPU_SKIP_MDS_QUERY"
+METADATA_TRIES, METADATA_SECONDS = 3, 5
+
+
+class _Others(NamedTuple):
+    """What says that there are other processes, and what jax is told of them; it finds out what is None."""
+
+    source: str
+    first: str | None = None  # host:port
+    processes: int | None = None
+    this: int | None = None
 
 
 def join() -> None:
-    """Find the other processes, if the environment says that there are some. It must run before jax looks for devices.
+    """Find the other processes, if there are some. It must run before jax looks for devices.
 
-    Either a launcher's variables say so, or JAX_COORDINATOR_ADDRESS (host:port of the first process),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID do.
+    JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID say so, or a
+    launcher's variables do, or, on a TPU VM, the metadata of its slice.
 
     Raises:
-        UserError: one of the three is missing or no number, or the processes do not find one another.
+        UserError: a variable is missing or no number, or the processes do not find one another.
     """
-    address = os.environ.get(ADDRESS)
-    if not address and not any(_several(os.environ.get(name, "")) for name in LAUNCHERS):
+    others = _told() or _launched() or _on_tpu_slice() or _on_skypilot()
+    if others is None:
         return
-    count = index = None
-    if address:
-        check(
-            bool(re.fullmatch(r".+:\d+", address)), f"{ADDRESS}: {address!r}; host:port of the first process is right"
-        )
-        count, index = _number(COUNT), _number(INDEX)
-        if count is not None and index is not None:
-            check(0 <= index < count, f"{INDEX}: {index} of {COUNT} {count}; 0 to {count - 1} is right")
     try:
-        jax.distributed.initialize(address, count, index)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"{ADDRESS} {address or ''}: the processes did not find one another ({error})") from error
+        jax.distributed.initialize(others.first, others.processes, others.this)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"{others.source}: the processes did not find one another ({error})") from error
     _silence_libraries()
     if not first():
         progress.hush()
@@ -55,6 +68,69 @@ def agree(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else number
 
 
+def _told() -> _Others | None:
+    address = os.environ.get(ADDRESS)
+    if not address:
+        return None
+    check(bool(re.fullmatch(r".+:\d+", address)), f"{ADDRESS}: {address!r}; host:port of the first process is right")
+    # A launcher that jax knows may say the rest in its own way.
+    launched = any(os.environ.get(launcher) for launcher in LAUNCHERS)
+    count, index = (None if launched and name not in os.environ else _number(name, ADDRESS) for name in (COUNT, INDEX))
+    if count is not None and index is not None:
+        check(0 <= index < count, f"{INDEX}: {index} of {COUNT} {count}; 0 to {count - 1} is right")
+    return _Others(f"{ADDRESS} {address}", address, count, index)
+
+
+def _launched() -> _Others | None:
+    return next((_Others(name) for name in LAUNCHERS if _several(os.environ.get(name, ""))), None)
+
+
+def _on_tpu_slice() -> _Others | None:
+    """Ask Google Cloud, as jax will, but first for how many hosts there are: a TPU VM of its own has none to join."""
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    if "tpu" not in platforms or any(os.environ.get(name) for name in (NO_METADATA, *TPU_HOSTS)):
+        return None
+    hosts = _metadata("worker-network-endpoints")
+    slices = re.search(r"^MEGASCALE_NUM_SLICES: *'?(\d+)", _metadata("tpu-env"), re.MULTILINE)
+    several = _several(hosts) or (slices is not None and _several(slices[1]))
+    return _Others("metadata of the TPU") if several else None
+
+
+def _on_skypilot() -> _Others | None:
+    if not _several(os.environ.get(NODES, "")):
+        return None
+    count, index = _number(NODES), _number(NODE, NODES)
+    ips = os.environ.get(NODE_IPS, "").split()
+    check(len(ips) == count, f"{NODE_IPS}: {len(ips)} addresses; {count}, as {NODES} says, is right")
+    return _Others(NODES, f"{ips[0]}:{PORT}", count, index)
+
+
+def _metadata(key: str) -> str:
+    """Return what Google Cloud knows of this machine, nothing where it knows nothing or is not there at all."""
+    host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    address = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
+    request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    reason: OSError | None = None
+    for attempt in range(METADATA_TRIES):
+        time.sleep(attempt)
+        try:
+            with direct.open(request, timeout=METADATA_SECONDS) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                return ""
+            reason = error
+        except OSError as error:
+            if isinstance(getattr(error, "reason", None), socket.gaierror):
+                return ""
+            reason = error
+    raise UserError(
+        f"{host}: does not say which hosts this TPU has ({reason}); {NO_METADATA}=1 is right where it is alone"
+    )
+
+
 def _silence_libraries() -> None:
     """Keep standard output for results: gloo, which connects CPU processes, writes to it behind Python's back."""
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -64,14 +140,11 @@ def _silence_libraries() -> None:
     sys.stdout = results
 
 
-def _number(name: str) -> int | None:
+def _number(name: str, needed_by: str = "") -> int:
     text = os.environ.get(name)
-    if text is None:
-        # A launcher that jax knows may say it in its own way.
-        check(any(os.environ.get(launcher) for launcher in LAUNCHERS), f"{name}: not set; {ADDRESS} needs it beside it")
-        return None
+    check(text is not None, f"{name}: not set; {needed_by} needs it beside it")
     try:
-        return int(text)
+        return int(text or "")
     except ValueError as error:
         raise UserError(f"{name}: {text!r}; a whole number is right") from error
 

@@ -76,7 +76,7 @@ def _spell(config: DraftConfig | TargetConfig, kinds: set[np.dtype]) -> dict[str
 
 
 def _write_tensors(
-    file: Path, tensors: dict[str, names.Tensor], leaves: dict[str, jax.Array], kinds: dict[str, np.dtype]
+    file: Path, tensors: dict[str, names.Tensor], leaves: dict[str, jax.Array | np.ndarray], kinds: dict[str, np.dtype]
 ) -> None:
     """Write a safetensors file; the library's own writer wants a second copy of everything, turned and cast."""
     rank = list(WRITTEN).index

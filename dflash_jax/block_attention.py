@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax import running_softmax
+from dflash_jax import running_softmax, sharding
 from dflash_jax.layers import EXACT
 from dflash_jax.running_softmax import Mix, Segment
 
@@ -42,7 +42,6 @@ class _Tile(NamedTuple):
     own: tuple[Float[Array, "b k q h"], Float[Array, "b k q h"]] | None
 
 
-@jax.custom_vjp
 def attend_spans(
     queries: Float[Array, "b n q h"],
     keys: Float[Array, "b k s h"],
@@ -52,8 +51,17 @@ def attend_spans(
 ) -> Float[Array, "b n q h"]:
     """Attend to the context's spans and to the own blocks under one softmax.
 
-    Query head i uses key head i // (n / k). A query that sees nothing at all gets zeros.
+    Query head i uses key head i // (n / k). A query that sees nothing at all gets zeros. On a mesh each device attends
+    for its own rows and heads, and asks no other which tiles it may skip.
     """
+    heads: Any = sharding.TRAINED_HEADS
+    blocks = None if own is None else Own(heads, heads, sharding.WHOLE)  # type: ignore[arg-type]
+    inputs = heads, heads, heads, sharding.TRAINED_ROWS, blocks
+    return sharding.on_own_shards(_attend, inputs, heads)(queries, keys, values, spans, own)
+
+
+@jax.custom_vjp
+def _attend(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> Array:
     return _forward(queries, keys, values, spans, own)[0]
 
 
@@ -117,7 +125,7 @@ def _backward(residuals: Any, cotangent: Float[Array, "b n q h"]) -> tuple[Array
     )
 
 
-attend_spans.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 def _segment_gradients(

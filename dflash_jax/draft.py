@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from dflash_jax import masks
+from dflash_jax import masks, sharding
 from dflash_jax.anchors import Anchors, block_spans
 from dflash_jax.attention import Buffer, CosSin, join_heads
 from dflash_jax.block_attention import Own, Spans, attend_spans
@@ -52,8 +52,8 @@ class DraftLayer(DecoderLayer):
         queries = self.attention.queries(normed, block_turns)
         context = self.attention.keys_values(fused, context_turns)
         own = Own(*self.attention.keys_values(normed, block_turns), masks.block(self.layer, t)[0])
-        x = x + self.attention.project(join_heads(attend_spans(queries, *context, spans, own)))
-        return x + self.mlp(self.mlp_norm(x))
+        x = sharding.by_rows(x + self.attention.project(join_heads(attend_spans(queries, *context, spans, own))))
+        return sharding.by_rows(x + self.mlp(self.mlp_norm(x)))
 
 
 class Draft(nn.Module):
@@ -112,7 +112,7 @@ class Draft(nn.Module):
         """
         b, m, t, d = blocks.shape
         x = blocks.reshape(b, m * t, d) * jnp.asarray(self.config.input_embedding_scale, blocks.dtype)
-        fused = self.context_norm(self.fc(features))
+        fused = sharding.by_rows(self.context_norm(self.fc(features)))
         rows = masks.positions(jnp.zeros(b, starts.dtype), features.shape[1]) - starts
         spots = anchors.rows - jnp.take_along_axis(starts, anchors.rows, axis=1)
         slots = masks.positions(spots.reshape(-1), t).reshape(b, m * t)

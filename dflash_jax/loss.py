@@ -106,7 +106,9 @@ def sums(loss: Loss, gamma: float, slots: Slots) -> Sums:
 
 
 def _log_chance(slots: Slots) -> Float[Array, "c u"]:
-    return jnp.take_along_axis(_log(slots.logits), slots.tokens[..., None], axis=-1)[..., 0]
+    # Not a gather: it would bring together a vocabulary that lies on several devices.
+    said = jax.nn.one_hot(slots.tokens, slots.logits.shape[-1], dtype=bool)
+    return jnp.where(said, _log(slots.logits), 0).sum(axis=-1)
 
 
 def _decaying(slots: Slots, gamma: float) -> Float[Array, "c u"]:

@@ -1,11 +1,15 @@
 """The mesh, and what lies where on it: the only place that names its axes.
 
-`data` splits rows of a batch, `fsdp` parameters that are gathered where they are used, and `tensor` heads,
-MLP widths and the vocabulary. All three are always there; most have size 1.
+`data` splits rows of a batch, `fsdp` parameters that are gathered where they are used, and in training rows too, and
+`tensor` heads, MLP widths and the vocabulary. All three are always there; most have size 1.
+
+Training traces its programs under the mesh (`traced_on`), and there the models say how what they compute lies.
 """
 
+import contextlib
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +34,9 @@ RULES = {
 WHOLE = PartitionSpec()
 ROWS = PartitionSpec("data")
 CACHE = PartitionSpec("data", "tensor")  # [b, k, s, h]
+TRAINED_ROWS = PartitionSpec(("data", "fsdp"))
+TRAINED_HEADS = PartitionSpec(("data", "fsdp"), "tensor")  # [b, n, q, h]
+EVERY_DEVICE = PartitionSpec(AXES)
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -54,8 +61,9 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
         f"mesh: {needed} of {len(there)} devices leave process {min(idle, default=0)} without one; "
         f"sizes that make {len(there)} are right",
     )
-    grid = np.asarray(there[:needed], dtype=object).reshape(data, fsdp, tensor)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    # Of a TPU slice it puts neighbours of the torus side by side.
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=types, devices=there[:needed])
 
 
 def check_mesh(mesh: Mesh | AbstractMesh, config: TransformerConfig) -> None:
@@ -105,19 +113,74 @@ def put(mesh: Mesh, spec: PartitionSpec, value: Any) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def place(mesh: Mesh, path: tuple[str, ...], array: Any) -> jax.Array:
+    """Put a tensor where its rule says, as it is read: no device, and no process, holds what is not its own."""
+    return put(mesh, parameter_spec("/".join(path)), array)
+
+
 def put_params(mesh: Mesh, params: dict[str, Any]) -> dict[str, Any]:
     """Place a tree of parameters by their rules; what lies right already is not moved."""
+    return jax.tree.map(
+        lambda leaf, sharding: leaf if _lies(leaf, sharding) else put(mesh, sharding.spec, leaf),
+        params,
+        shardings(mesh, params),
+    )
 
-    def place(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-        spec = parameter_spec("/".join(str(key.key) for key in path))
-        return leaf if _lies(leaf, NamedSharding(mesh, spec)) else put(mesh, spec, leaf)
 
-    return jax.tree_util.tree_map_with_path(place, params)
+def shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
+    """Return how every leaf lies of parameters, or of what an optimizer keeps of each; its counts are everywhere."""
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:  # noqa: ARG001
+        names: list[str] = []
+        for key in path:
+            names = [*names, str(key.key)] if isinstance(key, jax.tree_util.DictKey) else []
+        return NamedSharding(mesh, parameter_spec("/".join(names)) if names else WHOLE)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def constrain(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
+def constrain(mesh: Mesh | AbstractMesh, spec: PartitionSpec, tree: Any) -> Any:
     """Say inside a program how every leaf of a tree lies."""
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
+
+
+def row_groups(mesh: Mesh | AbstractMesh) -> int:
+    """Return into how many parts training splits the rows of a batch."""
+    return math.prod(mesh.shape[axis] for axis in TRAINED_ROWS[0])
+
+
+def traced_on(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+    """Let the functions below know the mesh, for as long as a program is traced; without it they change nothing."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def by_rows(tree: Any) -> Any:
+    """Say that every leaf of a tree is split by rows of the batch."""
+    return _constrain_here(TRAINED_ROWS, tree)
+
+
+def gathered(path: str, weight: Any) -> Any:
+    """Say that a parameter is gathered over `fsdp` here, once for all its uses."""
+    return _constrain_here(PartitionSpec(*(None if axis == "fsdp" else axis for axis in parameter_spec(path))), weight)
+
+
+def looked_up(table: Any, tokens: Any) -> Any:
+    """Look up rows of an embedding that lies by its rule: its columns stay where they are, and what is found moves."""
+    found = table[_constrain_here(ROWS, tokens)]
+    return by_rows(_constrain_here(PartitionSpec("data", None, "fsdp"), found))
+
+
+def on_own_shards(function: Callable[..., Any], inputs: Any, output: PartitionSpec) -> Callable[..., Any]:
+    """Have each device run a function on its own part of the inputs, by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1:
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=output, check_vma=False)
+
+
+def _constrain_here(spec: PartitionSpec, tree: Any) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    return tree if mesh.size <= 1 else constrain(mesh, spec, tree)
 
 
 def _lies(leaf: Any, sharding: NamedSharding) -> bool:

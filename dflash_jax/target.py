@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from dflash_jax import masks
+from dflash_jax import masks, sharding
 from dflash_jax.anchors import row_spans
 from dflash_jax.attention import Buffer, CosSin, join_heads
 from dflash_jax.block_attention import attend_spans
@@ -43,8 +43,8 @@ class TargetLayer(DecoderLayer):
         queries = self.attention.queries(normed, cos_sin)
         keys, values = self.attention.keys_values(normed, cos_sin)
         mixed = attend_spans(queries, keys, values, row_spans(self.layer, starts), None)
-        x = x + self.attention.project(join_heads(mixed))
-        return x + self.mlp(self.mlp_norm(x))
+        x = sharding.by_rows(x + self.attention.project(join_heads(mixed)))
+        return sharding.by_rows(x + self.mlp(self.mlp_norm(x)))
 
 
 class Target(nn.Module):
@@ -104,7 +104,7 @@ class Target(nn.Module):
 
     def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         """Look up the embedding's rows; also for drafts, which have none of their own (law 4)."""
-        return self.embedding[tokens]
+        return sharding.looked_up(self.embedding, tokens)
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Score the vocabulary, in float32 or wider; also for drafts."""

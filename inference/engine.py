@@ -194,7 +194,7 @@ class Engine:
             UserError: a checkpoint that cannot be read, or the faults that `Engine` names.
         """
         mesh = mesh or sharding.make_mesh(devices=jax.local_devices())
-        place = functools.partial(place_on, mesh)
+        place = functools.partial(sharding.place, mesh)
         return cls(
             load_target(ckpt, dtype, place=place),
             load_draft(draft, dtype, place=place) if draft else None,
@@ -405,11 +405,6 @@ def _pair_named(target: LoadedTarget, draft: LoadedDraft) -> Iterator[None]:
 
 def _bytes(tree: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def place_on(mesh: Mesh, path: tuple[str, ...], array: np.ndarray) -> jax.Array:
-    """Put a tensor where its rule says, as it is read: no device, and no process, holds what is not its own."""
-    return sharding.put(mesh, sharding.parameter_spec("/".join(path)), array)
 
 
 def _block_size(draft: LoadedDraft | None, asked: int | None) -> int:

@@ -27,7 +27,7 @@ from dflash_jax.errors import UserError, check
 from inference import prompts, results
 from inference.demo import DEMO_DRAFT
 from inference.display import LEGEND, AnswerWriter, has_colours, summary
-from inference.engine import Engine, Generation, SamplingConfig, place_on
+from inference.engine import Engine, Generation, SamplingConfig
 from inference.prompts import Prompt
 
 EXAMPLE = """\
@@ -353,7 +353,7 @@ def _engine(args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh) 
 
     def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
         with flags_named():
-            return place_on(mesh, path, array)
+            return sharding.place(mesh, path, array)
 
     target = load_target(ckpt, args.dtype, place=place, watch=progress.show)
     paired = load_draft(draft, args.dtype, place=place, watch=progress.show) if draft else None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convert import LoadedDraft, LoadedTarget
-from dflash_jax import cache
+from dflash_jax import cache, sharding
 from dflash_jax.anchors import Anchors
 from dflash_jax.config import LayerConfig
 from dflash_jax.draft import Draft, adjust_logits
@@ -158,7 +158,9 @@ def test_more_anchors_than_are_judged_at_once_are_all_judged(tmp_path):
 
 
 def task(draft):
-    return Task(tiny.TARGET, draft, evaluate.BLOCKS, "decay", 1.0, "float32", False, OptimizerConfig(), 1)
+    return Task(
+        tiny.TARGET, draft, evaluate.BLOCKS, "decay", 1.0, "float32", False, OptimizerConfig(), 1, sharding.make_mesh()
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax import sharding
 from dflash_jax.errors import UserError
 from tests import tiny
 from tests.torch_models import random_params
 from training import feature_cache, fill_cache, optimizer, prepared
 from training.config import OptimizerConfig
-from training.data import packed, stacked, to_batch
+from training.data import in_order, on_devices, packed
 from training.feature_cache import FeatureCache, open_cache
 from training.fill_cache import fill
 from training.prepared import open_prepared
@@ -23,7 +24,8 @@ LENGTH, ROWS = 16, 2
 TAPS = tiny.DRAFT.target_layer_ids
 D = tiny.TARGET.hidden_size
 PARAMS = random_params(tiny.TARGET, 0)
-TASK = Task(tiny.TARGET, tiny.DRAFT, 6, "decay", 4.0, "float32", False, OptimizerConfig(), 10)
+MESH = sharding.make_mesh()
+TASK = Task(tiny.TARGET, tiny.DRAFT, 6, "decay", 4.0, "float32", False, OptimizerConfig(), 10, MESH)
 SIZES = [3, 20, 16, 5, 7, 1, 9]  # the second is cut
 
 
@@ -113,7 +115,7 @@ def test_a_step_from_the_cache_is_the_step_without_it(tmp_path, documents):
     task = dataclasses.replace(TASK, loss="kl")
     cache = filled(tmp_path / "cache", documents, task)
     [bare, read] = (
-        to_batch(stacked(packed(documents, np.arange(len(SIZES)), LENGTH, 0, source), range(1, 1 + ROWS)))
+        on_devices(in_order(packed(documents, np.arange(len(SIZES)), LENGTH, 0, source), 1, ROWS, MESH), MESH)
         for source in (None, cache)
     )
     assert bare.features is bare.hidden is None
@@ -122,7 +124,7 @@ def test_a_step_from_the_cache_is_the_step_without_it(tmp_path, documents):
     for batch in (read_target(task, PARAMS, bare), read):  # as the step itself begins
         params = random_params(tiny.DRAFT, 1)
         state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.build(task.optimizer, task.steps).init(params))
-        results.append(train_step(task, some, state, jax.device_put(batch), jnp.uint32(0)))
+        results.append(train_step(task, some, state, batch, jnp.uint32(0), jnp.zeros(1, jnp.int32)))
     (after, report), (after_cached, report_cached) = results
     assert report.applied
     assert report.sums.blocks > 3

@@ -9,7 +9,7 @@ from convert import LoadedTarget, load_target
 from convert.published import publish
 from convert.to_flax import to_flax
 from convert.trees import flatten
-from dflash_jax import parameters
+from dflash_jax import parameters, sharding
 from dflash_jax.errors import UserError
 from tests import checkpoints, tiny
 from tests.torch_models import random_params
@@ -30,7 +30,7 @@ def loaded(config=QWEN3, dtype=jnp.float32, stops=()):
 
 
 def begun(target=None, **changes):
-    config, params = initial_draft(dataclasses.replace(CONFIG, **changes), target or loaded())
+    config, params = initial_draft(dataclasses.replace(CONFIG, **changes), target or loaded(), sharding.make_mesh())
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, parameters.shapes(config))
     return config, flatten(params)

@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import convert
+from dflash_jax import sharding
 from dflash_jax.errors import UserError
 from tests import runs
 from tests.test_convert_to_hf import reference_model
@@ -208,17 +209,17 @@ def test_each_epoch_has_every_row_once_and_no_interrupt_changes_that(prepared):
     count = len(rows)
 
     def take(batches, steps):
-        return [row for _ in range(steps) for row in next(batches)["row"].tolist()]
+        return [row for _ in range(steps) for row in next(batches).indices.tolist()]
 
-    order = take(data.batches(rows, 2, 0), 2 * count)
+    order = take(data.batches(rows, 2, 0, sharding.make_mesh()), 2 * count)
     for epoch in range(4):
         assert sorted(order[epoch * count : (epoch + 1) * count]) == list(range(count))
     assert order[:count] != order[count : 2 * count]
     for step in (0, 1, 5, count // 2, count // 2 + 1, count):
-        before = data.batches(rows, 2, 0)
+        before = data.batches(rows, 2, 0, sharding.make_mesh())
         taken = take(before, step)
         state = json.loads(json.dumps(before.get_state()))
-        after = data.batches(rows, 2, 0)
+        after = data.batches(rows, 2, 0, sharding.make_mesh())
         after.set_state(state)
         assert taken + take(after, 2 * count - step) == order
 
@@ -235,7 +236,7 @@ def test_a_loss_that_is_not_finite_is_told_with_its_lines_and_nothing_before_is_
     step, element, token = first_marked(rows)
     arrays["model.embed_tokens.weight"][token] = np.nan
     save_file(arrays, broken / "model.safetensors")
-    lines = sorted({line for row in element["row"].tolist() for line in rows.lines(row)})
+    lines = sorted({line for row in element.indices.tolist() for line in rows.lines(row)})
     for _ in range(2):  # gone on with, it says the same
         told = refusal(begin, output, target=str(broken), evaluation__every=100)
         assert re.match(rf"step {step}: its loss is nan and the norm of its gradients nan, so it was not taken; ", told)
@@ -249,8 +250,8 @@ def test_a_loss_that_is_not_finite_is_told_with_its_lines_and_nothing_before_is_
 def first_marked(rows):
     """A step after the fifth at which a token is first read, what it reads, and the token."""
     left = set(runs.MARKED.values())
-    for step, element in enumerate(data.batches(rows, 2, runs.CONFIG.seed), 1):
-        found = left & set(element["tokens"].flat)
+    for step, element in enumerate(data.batches(rows, 2, runs.CONFIG.seed, sharding.make_mesh()), 1):
+        found = left & set(element.contents["tokens"].flat)
         if found and step > 5:
             assert step <= runs.STEPS
             return step, element, found.pop()

@@ -1,10 +1,6 @@
 import dataclasses
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -15,7 +11,7 @@ from convert import names
 from dflash_jax import sharding
 from dflash_jax.errors import UserError
 from inference import generate
-from tests import mesh_worker, pair, tiny
+from tests import mesh_worker, pair, processes, tiny
 
 BIASED: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 
@@ -95,37 +91,6 @@ def test_what_is_no_mesh_is_refused(text):
         sharding.read_mesh(text)
 
 
-def environment(devices, **more):
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | more
-
-
-def run_processes(count, devices, *arguments):
-    """Run a module in so many processes that know of one another; return what the first one printed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    running = []
-    for index in range(count):
-        several = {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": str(count),
-            "JAX_PROCESS_ID": str(index),
-        }
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                env=environment(devices, **(several if count > 1 else {})),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    told = [process.communicate(timeout=600) for process in running]
-    statuses = [process.returncode for process in running]
-    return statuses, [out for out, _ in told], [err for _, err in told]
-
-
 @pytest.fixture(scope="module")
 def alone():
     return mesh_worker.answers(tiny.engine(mesh_worker.TARGET, mesh_worker.DRAFT, batch_size=4))
@@ -133,7 +98,7 @@ def alone():
 
 @pytest.mark.parametrize(("count", "devices"), [(1, 8), (2, 4)])
 def test_a_mesh_of_eight_devices_decodes_as_one_device_does(alone, count, devices):
-    statuses, (out, *rest), errors = run_processes(count, devices, "tests.mesh_worker")
+    statuses, (out, *rest), errors = processes.run(count, devices, "tests.mesh_worker")
     assert statuses == [0] * count, errors
     assert rest == [""] * (count - 1)
     result = json.loads(out)
@@ -162,7 +127,7 @@ def test_the_command_spreads_over_devices_and_processes(tmp_path):
         "--output",
     ]
     output = tmp_path / "out.jsonl"
-    statuses, out, err = run_processes(2, 4, *command, str(output))
+    statuses, out, err = processes.run(2, 4, *command, str(output))
     assert statuses == [0, 0], err
     assert out == ["", ""]
     # What takes seconds is told again, with how far along it is.
@@ -177,18 +142,18 @@ def test_the_command_spreads_over_devices_and_processes(tmp_path):
     )
     assert len(found) == 9
     assert found == expected
-    statuses, out, err = run_processes(2, 4, *command, str(output))
+    statuses, out, err = processes.run(2, 4, *command, str(output))
     assert statuses == [2, 2]
     assert re.fullmatch(r"error: --output .*out\.jsonl: there already; .*\n", err[0])
     assert err[1] == "error: --output: the first process tells what is wrong with it\n"
-    statuses, out, err = run_processes(2, 4, *command, str(tmp_path / "new"), "--mesh", "data=4")
+    statuses, out, err = processes.run(2, 4, *command, str(tmp_path / "new"), "--mesh", "data=4")
     assert statuses == [2, 2]
     assert all(
         "--mesh: 4 of 8 devices leave process 1 without one; sizes that make 8 are right" in line for line in err
     )
-    statuses, out, err = run_processes(1, 8, *command, str(tmp_path / "new"), "--mesh", "tensor=5")
+    statuses, out, err = processes.run(1, 8, *command, str(tmp_path / "new"), "--mesh", "tensor=5")
     assert statuses == [2]
     assert re.search(r"error: .*--mesh: tensor=5 does not divide an axis of \d+; a number that does is right\n", err[0])
-    statuses, out, err = run_processes(1, 8, *command, str(tmp_path / "new"), "--batch-size", "6")
+    statuses, out, err = processes.run(1, 8, *command, str(tmp_path / "new"), "--batch-size", "6")
     assert statuses == [2]
     assert "error: --batch-size: 6 rows do not divide over data=4 of the --mesh; a multiple of it is right" in err[0]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax import sharding
 from dflash_jax.anchors import Anchors, candidates, draw, label
 from dflash_jax.config import LayerConfig
 from tests import dense, tiny
@@ -18,8 +19,9 @@ from training.step import Batch, Task, TrainState, draft_blocks, loss_and_gradie
 
 TARGET, DRAFT = tiny.TARGET, tiny.DRAFT
 T, GAMMA, M, S = DRAFT.block_size, 4.0, 6, 40
+NO_SIGNAL = jnp.zeros(1, jnp.int32)
 TARGET_PARAMS, DRAFT_PARAMS = random_params(TARGET, 0), random_params(DRAFT, 1)
-TASK = Task(TARGET, DRAFT, M, "decay", GAMMA, "float32", False, OptimizerConfig(), 10)
+TASK = Task(TARGET, DRAFT, M, "decay", GAMMA, "float32", False, OptimizerConfig(), 10, sharding.make_mesh())
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +204,7 @@ def start():
 
 
 def take(state, batch, task=TASK, seed=0):
-    return train_step(task, TARGET_PARAMS, state, batch, jnp.uint32(seed))
+    return train_step(task, TARGET_PARAMS, state, batch, jnp.uint32(seed), NO_SIGNAL)
 
 
 def test_steps_lower_the_loss():
@@ -225,7 +227,7 @@ def test_a_batch_without_an_anchor_counts_and_changes_nothing():
 
 def test_a_loss_that_is_not_finite_changes_no_parameter():
     broken = TARGET_PARAMS | {"embedding": TARGET_PARAMS["embedding"].at[3].set(jnp.nan)}
-    state, report = train_step(TASK, broken, start(), packed(), jnp.uint32(0))
+    state, report = train_step(TASK, broken, start(), packed(), jnp.uint32(0), NO_SIGNAL)
     assert not np.isfinite(report.sums.loss)
     assert not report.applied
     assert all(jax.tree.leaves(jax.tree.map(lambda one, other: bool((one == other).all()), state.params, DRAFT_PARAMS)))
@@ -246,7 +248,7 @@ def test_bfloat16_computes_what_float32_keeps():
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET_PARAMS)
     state = start()
     for _ in range(300):
-        state, report = train_step(task, half, state, packed(), jnp.uint32(0))
+        state, report = train_step(task, half, state, packed(), jnp.uint32(0), NO_SIGNAL)
     assert np.isfinite(report.sums.loss)
     kept = [leaf for leaf in jax.tree.leaves((state.params, state.moments)) if leaf.ndim]
     assert all(leaf.dtype == jnp.float32 and jnp.isfinite(leaf).all() for leaf in kept)

@@ -5,11 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax import sharding
 from dflash_jax.errors import UserError
 from training import prepared
-from training.data import PackedRows, batches, packed, stacked, steps_of, to_batch
+from training.data import PackedRows, batches, in_order, on_devices, packed, steps_of
 from training.prepared import open_prepared
 
+MESH = sharding.make_mesh()
 FACTS = {"tokenizer_hash": "t", "template_hash": "c", "thinking": False, "target": "T", "vocab_size": 300}
 # Line, token ids, supervised.
 DOCUMENTS = [
@@ -45,17 +47,18 @@ def test_documents_lie_one_after_the_other_and_what_follows_is_a_document_of_its
     assert row["tokens"].tolist() == [5, 6, 7, 30, 31, 32, 33, 0]
     assert row["supervised"].tolist() == [False, True, True, True, False, True, True, False]
     assert row["starts"].tolist() == [0, 0, 0, 3, 3, 3, 3, 7]
-    assert (int(row["row"]), int(row["size"])) == (0, 7)
+    assert rows.size(0) == 7
     assert (row["tokens"].dtype, row["supervised"].dtype, row["starts"].dtype) == (np.int32, np.bool_, np.int32)
-    assert sorted(row) == ["row", "size", "starts", "supervised", "tokens"]
+    assert sorted(row) == ["starts", "supervised", "tokens"]
 
 
 def test_a_document_longer_than_a_row_is_cut_at_its_end(documents):
-    row = PackedRows(documents, [[1]], 8)[0]
+    rows = PackedRows(documents, [[1]], 8)
+    row = rows[0]
     assert row["tokens"].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
     assert row["supervised"].tolist() == [False] * 6 + [True] * 2
     assert row["starts"].tolist() == [0] * 8
-    assert int(row["size"]) == 8
+    assert rows.size(0) == 8
 
 
 def test_a_row_without_documents_supervises_nothing(documents):
@@ -63,10 +66,10 @@ def test_a_row_without_documents_supervises_nothing(documents):
     row = rows[-1]
     assert not row["tokens"].any()
     assert not row["supervised"].any()
-    assert (int(row["row"]), int(row["size"])) == (-1, 0)
-    some = stacked(rows, range(1, 4))
-    assert some["row"].tolist() == [1, -1, -1]
-    assert some["tokens"].shape == (3, 8)
+    assert rows.size(-1) == 0
+    some = in_order(rows, 1, 3, MESH)
+    assert some.indices.tolist() == [1, -1, -1]
+    assert some.contents["tokens"].shape == (3, 8)
 
 
 def test_rows_know_their_lines_documents_and_padding(documents):
@@ -90,13 +93,13 @@ def test_steps_are_those_of_whole_epochs():
 
 
 def rows_of(iterator, count):
-    return [next(iterator)["row"].tolist() for _ in range(count)]
+    return [next(iterator).indices.tolist() for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
 def order(seven):
     """The rows of 35 batches of two: ten epochs."""
-    return rows_of(batches(seven, 2, 0), 35)
+    return rows_of(batches(seven, 2, 0, MESH), 35)
 
 
 def test_each_epoch_has_every_row_once_in_another_order(order):
@@ -106,14 +109,14 @@ def test_each_epoch_has_every_row_once_in_another_order(order):
 
 
 def test_the_order_follows_from_the_seed(seven, order):
-    assert rows_of(batches(seven, 2, 0), 6) == order[:6]
-    assert rows_of(batches(seven, 2, 1), 6) != order[:6]
+    assert rows_of(batches(seven, 2, 0, MESH), 6) == order[:6]
+    assert rows_of(batches(seven, 2, 1, MESH), 6) != order[:6]
 
 
 def test_a_batch_is_rows_stacked(seven):
-    element = next(batches(seven, 2, 0))
-    batch = to_batch(element)
-    for place, row in enumerate(element["row"].tolist()):
+    element = next(batches(seven, 2, 0, MESH))
+    batch = on_devices(element, MESH)
+    for place, row in enumerate(element.indices.tolist()):
         assert (batch.tokens[place] == seven[row]["tokens"]).all()
     assert batch.tokens.shape == batch.supervised.shape == batch.starts.shape == (2, 8)
     assert batch.features is batch.hidden is None
@@ -123,10 +126,10 @@ def test_a_batch_is_rows_stacked(seven):
 @given(st.integers(0, 20), st.integers(0, 9))
 def test_it_goes_on_exactly_where_it_was(seven, order, taken, dropped):
     """Although more batches than were taken have been read ahead, and whatever was taken after that."""
-    iterator = batches(seven, 2, 0)
+    iterator = batches(seven, 2, 0, MESH)
     assert rows_of(iterator, taken) == order[:taken]
     position = json.loads(json.dumps(iterator.get_state()))
-    other = batches(seven, 2, 0)
+    other = batches(seven, 2, 0, MESH)
     other.set_state(position)
     assert rows_of(other, 3) == order[taken : taken + 3]
     assert other.get_state() == {**position, "next_index": taken + 3}
@@ -136,8 +139,8 @@ def test_it_goes_on_exactly_where_it_was(seven, order, taken, dropped):
 
 
 def test_fewer_rows_than_a_batch_are_repeated_within_it(documents):
-    element = next(batches(PackedRows(documents, [[0]], 8), 3, 0))
-    assert element["row"].tolist() == [0, 0, 0]
+    element = next(batches(PackedRows(documents, [[0]], 8), 3, 0, MESH))
+    assert element.indices.tolist() == [0, 0, 0]
 
 
 def test_a_shard_that_is_damaged_ends_the_batches_with_one_line(tmp_path):
@@ -147,7 +150,7 @@ def test_a_shard_that_is_damaged_ends_the_batches_with_one_line(tmp_path):
     used = max(place for place, byte in enumerate(content[: 1 << 15]) if byte)
     content[used // 2 : used] = bytes(used - used // 2)
     shard.write_bytes(content)
-    iterator = batches(packed(many, np.arange(20), 64, 0), 2, 0)
+    iterator = batches(packed(many, np.arange(20), 64, 0), 2, 0, MESH)
     with pytest.raises(UserError) as caught:
         rows_of(iterator, 10)
     assert str(caught.value).startswith(f"{shard}: row 1")

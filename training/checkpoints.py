@@ -16,6 +16,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from convert.files import read_json
 from dflash_jax.errors import UserError, check
+from training import together
 from training.config import CheckpointConfig
 from training.initial import fingerprint
 from training.step import TrainState
@@ -42,14 +43,18 @@ class Checkpoints:
         # Without `best_fn` scores are not written, and the best is forgotten when the run goes on.
         options = ocp.CheckpointManagerOptions(preservation_policy=kept, best_fn=_score, cleanup_tmp_directories=True)
         _hush()
+        together.by_first(self._prepare)
+        with self._faults():
+            self._manager = ocp.CheckpointManager(self._path, options=options)
+
+    def _prepare(self) -> None:
+        """Make room for checkpoints, and see that those that are there can be told apart."""
         with self._faults():
             self._path.mkdir(parents=True, exist_ok=True)
             _sweep(self._path)
         for scores in self._path.glob("*/metrics/metrics"):
             with _damage(scores.parents[1]):
                 read_json(scores)
-        with self._faults():
-            self._manager = ocp.CheckpointManager(self._path, options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -92,7 +97,7 @@ class Checkpoints:
             self._manager.close()
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Read the newest checkpoint, each array placed as in `like`.
+        """Read the newest checkpoint, each array placed as in `like`, on whatever devices it was saved.
 
         Raises:
             UserError: it cannot be read.

@@ -100,9 +100,11 @@ class ExportConfig:
 class MeshConfig:
     """How devices are laid out."""
 
-    data: int = option(1, "groups of devices that rows are spread over; 1 for now")
-    fsdp: int = option(1, "devices that parameters are spread over, gathered where they are used; 1 for now")
-    tensor: int = option(1, "devices that heads, MLP widths and the vocabulary are spread over; 1 for now")
+    data: int = option(1, "groups of devices that each hold all parameters, and rows of their own")
+    fsdp: int | None = option(
+        None, "devices that parameters and rows are spread over; none: as many as there are for each group"
+    )
+    tensor: int = option(1, "devices that heads, MLP widths and the vocabulary are spread over")
 
 
 @dataclasses.dataclass(frozen=True)

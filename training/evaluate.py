@@ -12,6 +12,7 @@ from convert import LoadedDraft, LoadedTarget, cli, load_draft, load_target, pro
 from convert.demo_target import find_demo_target
 from convert.load import target_config
 from convert.sources import open_source
+from dflash_jax import sharding
 from dflash_jax.anchors import Anchors, candidates
 from dflash_jax.config import check_pair
 from dflash_jax.errors import UserError, check
@@ -70,7 +71,8 @@ def evaluate(target: LoadedTarget, draft: LoadedDraft, prepared: Prepared, dtype
         `acceptance_length_walk`, over the blocks of all walks; `accuracy_by_slot`, at all anchors where the slot is
         supervised; `walks`, for each input row in order the tokens emitted a block.
     """
-    task = Task(target.config, draft.config, BLOCKS, "decay", 1.0, dtype, False, OptimizerConfig(), 1)
+    mesh = sharding.make_mesh()
+    task = Task(target.config, draft.config, BLOCKS, "decay", 1.0, dtype, False, OptimizerConfig(), 1, mesh)
     right, counted = np.zeros((2, draft.config.block_size - 1), np.int64)
     tokens = blocks = 0
     walks: dict[int, list[int]] = {}

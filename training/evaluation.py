@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool
 
+from dflash_jax import sharding
 from dflash_jax.anchors import Anchors
 from dflash_jax.loss import LOSSES, Sums, sums
 from dflash_jax.parameters import Params
@@ -26,7 +27,6 @@ class Judged(NamedTuple):
 def judge(task: Task, target: Params, params: Params, batch: Batch, anchors: Anchors) -> Judged:
     """Run the draft over blocks, without gradients."""
     batch = read_target(task, target, batch)
-    outputs = draft_blocks(task, target, params, batch, anchors)
 
     def piece(part: tuple[Anchors, Array]) -> Judged:
         slots = block_slots(task, target, batch, *part)
@@ -34,9 +34,12 @@ def judge(task: Task, target: Params, params: Params, batch: Batch, anchors: Anc
         shape = (*part[0].rows.shape, -1)
         return Judged(sums(LOSSES[task.loss], task.gamma, slots), right.reshape(shape), slots.weighted.reshape(shape))
 
-    pieces = jax.lax.map(piece, cut_blocks(task, anchors, outputs))
+    with sharding.traced_on(task.mesh):
+        outputs = draft_blocks(task, target, params, batch, anchors)
+        pieces = jax.lax.map(piece, cut_blocks(task, anchors, outputs))
     right, weighted = (joined_blocks(array, anchors.rows.shape[1]) for array in pieces[1:])
-    return Judged(jax.tree.map(lambda leaf: leaf.sum(axis=0), pieces.sums), right, weighted)
+    added = jax.tree.map(lambda leaf: leaf.sum(axis=0), pieces.sums)
+    return Judged(sharding.constrain(task.mesh, sharding.WHOLE, added), right, weighted)
 
 
 def walk(accepted: dict[int, int], supervised: np.ndarray) -> list[int]:

@@ -1,12 +1,16 @@
 """Running the target over all documents, for a cache of its states."""
 
+import contextlib
+
 import numpy as np
 
+from convert import processes
 from convert.progress import show
 from dflash_jax.parameters import Params
-from training.data import PackedRows, packed, stacked, to_batch
+from training import together
+from training.data import PackedRows, in_order, on_devices, packed
 from training.feature_cache import FeatureCache
-from training.step import Batch, Task, read_target
+from training.step import Task, read_target
 
 
 def fill(cache: FeatureCache, task: Task, target: Params, batch_size: int) -> None:
@@ -15,25 +19,27 @@ def fill(cache: FeatureCache, task: Task, target: Params, batch_size: int) -> No
     Raises:
         UserError: no room for them, or another run is at it.
     """
-    missing = [shard for shard in range(cache.shards) if not cache.has(shard)]
+    missing = [shard for shard in range(cache.shards) if processes.agree(not cache.has(shard))]
     if not missing:
         return
-    with cache.filling():
+    with contextlib.ExitStack() as stack:
+        together.by_first(lambda: stack.enter_context(cache.filling()))
         for shard in show(missing, len(missing), "computing features"):
             documents = cache.documents(shard)
             rows = packed(cache.prepared, documents, cache.length, 0)
             states: dict[int, dict[str, np.ndarray]] = {}
             for first in range(0, len(rows), batch_size):
                 states |= _states(cache, task, target, rows, range(first, first + batch_size))
-            cache.write(shard, [states[int(document)] for document in documents])
+            together.by_first(lambda: cache.write(shard, [states[int(document)] for document in documents]))  # noqa: B023
 
 
 def _states(
     cache: FeatureCache, task: Task, target: Params, rows: PackedRows, some: range
 ) -> dict[int, dict[str, np.ndarray]]:
     """Return the states of the documents in some rows; those past the last are of no one."""
-    found: Batch = read_target(task, target, to_batch(stacked(rows, some)))
-    arrays = {name: np.asarray(getattr(found, name)) for name in cache.widths}
+    batch = on_devices(in_order(rows, some.start, len(some), task.mesh), task.mesh)
+    found = read_target(task, target, batch)
+    arrays = {name: together.whole(getattr(found, name)) for name in cache.widths}
     states = {}
     for place, i in enumerate(some):
         at = 0

@@ -1,20 +1,24 @@
-"""What a run begins with: a draft's config for its target, and its first parameters."""
+"""What a run begins with: a draft's config for its target, its first parameters, and the first state."""
 
 import dataclasses
+import functools
 import hashlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from convert import LoadedTarget, load_draft
 from convert.trees import flatten, nest
-from dflash_jax import parameters
+from dflash_jax import parameters, sharding
 from dflash_jax.config import DraftConfig, LayerConfig, TargetConfig, TransformerConfig, check_pair, default_taps
 from dflash_jax.errors import UserError, check
 from dflash_jax.parameters import Params
+from training import optimizer
 from training.config import RunConfig
+from training.step import Task, TrainState
 
 FROM_TARGET = "target"
 
@@ -56,8 +60,8 @@ def draft_config(config: RunConfig, target: TargetConfig) -> DraftConfig:
     )
 
 
-def initial_draft(config: RunConfig, target: LoadedTarget) -> tuple[DraftConfig, Params]:
-    """Return the draft that a run begins with, its parameters in float32.
+def initial_draft(config: RunConfig, target: LoadedTarget, mesh: Mesh) -> tuple[DraftConfig, Params]:
+    """Return the draft that a run begins with, its parameters in float32, spread over a mesh.
 
     Random, from the target's own layers, or from another draft, whose config is then the run's.
 
@@ -67,9 +71,9 @@ def initial_draft(config: RunConfig, target: LoadedTarget) -> tuple[DraftConfig,
     # The generation config may name stops that the config does not.
     made = draft_config(config, dataclasses.replace(target.config, stop_token_ids=target.stop_token_ids))
     if config.init_from is None or config.init_from == FROM_TARGET:
-        params = _random(made, jax.random.key(config.seed))
+        params = _random(made, mesh, config.seed)
         return made, params if config.init_from is None else with_layers_of(target, made, params)
-    loaded = load_draft(config.init_from, "float32")
+    loaded = load_draft(config.init_from, "float32", place=functools.partial(sharding.place, mesh))
     try:
         check_pair(target.config, loaded.config)
     except UserError as error:
@@ -95,10 +99,19 @@ def with_layers_of(target: LoadedTarget, draft: DraftConfig, params: Params) -> 
         head, _, rest = path.partition("/")
         source = f"layers_{spread[int(head.removeprefix('layers_'))]}/{rest}" if head.startswith("layers_") else path
         if source in theirs:
-            ours[path] = jnp.asarray(theirs[source], jnp.float32)
+            ours[path] = jax.device_put(theirs[source], ours[path].sharding).astype(jnp.float32)
     taps = len(draft.target_layer_ids)
-    ours["fc/kernel"] = jnp.tile(jnp.eye(draft.hidden_size) / taps, (taps, 1))
+    mean = np.tile(np.eye(draft.hidden_size, dtype=np.float32) / taps, (taps, 1))
+    ours["fc/kernel"] = jax.device_put(mean, ours["fc/kernel"].sharding)
     return nest(ours.items())
+
+
+def first_state(task: Task, params: Params) -> TrainState:
+    """Return the state that a run begins with, each moment beside its parameter."""
+    init = optimizer.build(task.optimizer, task.steps).init
+    where = sharding.shardings(task.mesh, jax.eval_shape(init, params))
+    step = sharding.put(task.mesh, sharding.WHOLE, np.zeros((), np.int32))
+    return TrainState(step, params, jax.jit(init, out_shardings=where)(params))
 
 
 def fingerprint(params: Params) -> str:
@@ -108,7 +121,9 @@ def fingerprint(params: Params) -> str:
     return hashlib.blake2b(repr((content, [int(total) for total in sums])).encode(), digest_size=16).hexdigest()
 
 
-_random = jax.jit(parameters.init, static_argnums=0)
+def _random(config: DraftConfig, mesh: Mesh, seed: int) -> Params:
+    where = sharding.shardings(mesh, parameters.shapes(config))
+    return jax.jit(parameters.init, static_argnums=0, out_shardings=where)(config, jax.random.key(seed))
 
 
 @jax.jit

@@ -12,22 +12,23 @@ from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from convert import processes
 from convert.progress import tell
+from dflash_jax import sharding
 from dflash_jax.anchors import candidates, draw
 from dflash_jax.errors import UserError
 from dflash_jax.parameters import Params
 from training import data
 from training.checkpoints import Checkpoints
 from training.config import RunConfig
-from training.data import PackedRows
+from training.data import Drawn, PackedRows
 from training.evaluation import judge
 from training.metrics import Log, ratios
-from training.step import Report, Task, TrainState, train_step
+from training.step import Batch, Report, Task, TrainState, train_step
 
-Element = dict[str, np.ndarray]
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -43,15 +44,17 @@ class Grounds:
 
 
 class Loop:
-    """Takes steps until the last one, or until SIGTERM or Ctrl-C, after which the run is saved and ends.
+    """Takes steps until the last one, or until a process gets SIGTERM or Ctrl-C, after which all save and end.
 
-    A step's numbers are looked at while the next one runs.
+    A step's numbers are looked at while the next one runs. Which step is the last one follows from them alone, so that
+    all processes of a run end at the same.
     """
 
     def __init__(self, grounds: Grounds, checkpoints: Checkpoints, output: Path) -> None:
         self._grounds, self._checkpoints, self._output = grounds, checkpoints, output
-        self._signal: int | None = None
-        self._waiting: tuple[int, Element, Report] | None = None
+        self._signal = 0  # that this process was given
+        self._stop = 0  # the one that all processes know of
+        self._waiting: tuple[int, Drawn, Report] | None = None
         self._reports: list[Report] = []  # since the last line of metrics
         self._tokens = 0
         self._since = 0.0
@@ -64,49 +67,68 @@ class Loop:
             SystemExit: Ctrl-C, with the status a shell gives it.
         """
         config, task, target = self._grounds.config, self._grounds.task, self._grounds.target
-        first, seed = int(state.step), jnp.uint32(config.seed)
-        batches = data.batches(self._grounds.rows, config.train.batch_size, config.seed)
+        first = int(state.step)
+        batches = data.batches(self._grounds.rows, config.train.batch_size, config.seed, task.mesh)
         if position is not None:
             batches.set_state(position)
             tell(f"going on after step {first}")
         tell("compiling")
-        example = jax.device_put(data.to_batch(data.stacked(self._grounds.rows, range(config.train.batch_size))))
-        take = train_step.lower(task, target, state, example, seed).compile()
+        example = data.in_order(self._grounds.rows, 0, config.train.batch_size, task.mesh)
+        take = train_step.lower(task, target, state, *self._inputs(example)).compile()
         self._since = time.perf_counter()
-        with Log(self._output, first, task.steps).shown() as log, self._noticing_signals():
+        with self._logging(first) as log, self._noticing_signals():
             for step in range(first + 1, task.steps + 1):
-                element = next(batches)
-                state, report = take(target, state, jax.device_put(data.to_batch(element)), seed)
+                batch = next(batches)
+                state, report = take(target, state, *self._inputs(batch))
                 self._look()
-                self._waiting = step, element, report
-                stop = self._signal  # one that comes while this step is saved is the next step's
-                self._leave_behind(log, step, state, batches.get_state(), stop is not None or step == task.steps)
-                if stop is not None:
+                self._waiting = step, batch, report
+                self._leave_behind(log, step, state, batches.get_state())
+                if self._stop:
                     break
             self._checkpoints.wait()
-        if stop is not None:
+        if self._stop:
             tell(f"stopped after step {step}, which is saved; the same command goes on from it")
-            raise SystemExit(0 if stop == signal.SIGTERM else 128 + stop)
+            raise SystemExit(0 if self._stop == signal.SIGTERM else 128 + self._stop)
         return state
 
-    def _leave_behind(self, log: Log, step: int, state: TrainState, position: dict[str, Any], last: bool) -> None:
+    def _inputs(self, batch: Drawn) -> tuple[Batch, jax.Array, jax.Array]:
+        """Put on the devices what a step takes beside the state."""
+        mesh = self._grounds.task.mesh
+        seed = sharding.put(mesh, sharding.WHOLE, np.uint32(self._grounds.config.seed))
+        where = NamedSharding(mesh, sharding.EVERY_DEVICE)
+        mine = np.full(1, self._signal, np.int32)
+        signals = jax.make_array_from_callback((mesh.size,), where, lambda _: mine)
+        return data.on_devices(batch, mesh), seed, signals
+
+    @contextlib.contextmanager
+    def _logging(self, first: int) -> Iterator[Log | None]:
+        """Open the log, in the process that has one."""
+        if not processes.first():
+            yield None
+            return
+        with Log(self._output, first, self._grounds.task.steps).shown() as log:
+            yield log
+
+    def _leave_behind(self, log: Log | None, step: int, state: TrainState, position: dict[str, Any]) -> None:
         """Write metrics, evaluate and save, each where it is due; all but evaluating after the last step."""
-        config = self._grounds.config
-        evaluate = step % config.evaluation.every == 0 or step == self._grounds.task.steps
+        config, steps = self._grounds.config, self._grounds.task.steps
+        evaluate = step % config.evaluation.every == 0 or step == steps
         score = None
-        if evaluate or last or step % config.train.log_every == 0:
+        if evaluate or self._stop or step % config.train.log_every == 0:
             self._look()
             values = self._metrics(step)
             if evaluate and len(self._grounds.held_out):
                 held = self._evaluate(state.params)
                 score = held["acceptance_length"]
                 values |= {f"evaluation_{name}": value for name, value in held.items()}
-            log.write(step, values)
+            if log:
+                log.write(step, values)
             self._reports, self._tokens, self._since = [], 0, time.perf_counter()
-        if evaluate or last or step % config.checkpoint.every == 0:
+        if evaluate or self._stop or step % config.checkpoint.every == 0:
             self._look()
             self._checkpoints.save(step, state, position, score)
-        log.advance(step)
+        if log:
+            log.advance(step)
 
     def _look(self) -> None:
         """Wait for the last step, and look at what it did.
@@ -116,11 +138,11 @@ class Loop:
         """
         if self._waiting is None:
             return
-        step, element, report = self._waiting
+        step, batch, report = self._waiting
         self._waiting = None
         report = jax.device_get(report)
         if not (np.isfinite(report.sums.loss) and np.isfinite(report.grad_norm)):
-            lines = sorted({line for row in element["row"] for line in self._grounds.rows.lines(int(row))})
+            lines = sorted({line for row in batch.indices for line in self._grounds.rows.lines(int(row))})
             raise UserError(
                 f"step {step}: its loss is {report.sums.loss / max(report.sums.weight, 1)} and the norm of its "
                 f"gradients {report.grad_norm}, so it was not taken; its rows came from lines "
@@ -128,7 +150,8 @@ class Loop:
                 "wrong with them, is right"
             )
         self._reports.append(report)
-        self._tokens += int(element["size"].sum())
+        self._tokens += sum(self._grounds.rows.size(int(row)) for row in batch.indices)
+        self._stop = int(report.signal)
 
     def _metrics(self, step: int) -> dict[str, Any]:
         """Return the numbers of the steps since the last line."""
@@ -148,7 +171,7 @@ class Loop:
         rows, task, size = self._grounds.held_out, self._grounds.task, self._grounds.config.train.batch_size
         found = []
         for first in range(0, len(rows), size):
-            batch = jax.device_put(data.to_batch(data.stacked(rows, range(first, first + size))))
+            batch = data.on_devices(data.in_order(rows, first, size, task.mesh), task.mesh)
             anchors = draw(jax.random.key(first), candidates(batch.supervised, batch.starts), task.anchors)
             found.append(jax.device_get(judge(task, self._grounds.target, params, batch, anchors).sums))
         return ratios(found)
@@ -164,7 +187,8 @@ class Loop:
             if sys.stderr.isatty():  # the bar hides the cursor, and would not be asked
                 os.write(sys.stderr.fileno(), SHOW_CURSOR)
 
-        before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+        # Handlers that are not Python's, as the coordination service has them, cannot be put back.
+        before = {one: signal.getsignal(one) or signal.SIG_DFL for one in (signal.SIGTERM, signal.SIGINT)}
         try:
             for one in before:
                 signal.signal(one, note)

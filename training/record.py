@@ -19,7 +19,7 @@ from training.prepared import Prepared, tokenizer_hash
 
 CONFIG, LOCK, PARTIAL = "config.json", ".lock", ".*.partial"
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# Where things lie and how often they are kept; none of it changes a bit of the draft.
+# Where things lie and how often they are kept; none of it changes the draft, but for the mesh, which rounds otherwise.
 MAY_DIFFER = {
     "settings.preset",
     "settings.target",
@@ -28,6 +28,7 @@ MAY_DIFFER = {
     "settings.features.cache",
     *(f"settings.checkpoint.{field}" for field in ("every", "keep")),
     "settings.export.dtype",
+    *(f"settings.mesh.{axis}" for axis in ("data", "fsdp", "tensor")),
 }
 
 

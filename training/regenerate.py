@@ -16,7 +16,7 @@ from convert.sources import Source, open_source
 from dflash_jax import sharding
 from dflash_jax.errors import UserError, check
 from inference import prompts, results
-from inference.engine import Engine, Generation, SamplingConfig, place_on
+from inference.engine import Engine, Generation, SamplingConfig
 from inference.generate import DTYPES, add_sampling_flags, check_memory, flags_named, in_order, memory_named, whole
 from training import conversations
 from training.completions import Completions
@@ -229,7 +229,7 @@ def _engine(args: argparse.Namespace, target: str, source: Source) -> Engine:
     args.dtype, args.batch_size = args.dtype or DTYPES[0], args.batch_size or 8
     mesh = sharding.make_mesh()
     check_memory(args, target_config(source), mesh)
-    place = functools.partial(place_on, mesh)
+    place = functools.partial(sharding.place, mesh)
     own = load_target(target, args.dtype, place=place, watch=progress.show)
     draft = load_draft(args.draft, args.dtype, place=place, watch=progress.show) if args.draft else None
     with flags_named():

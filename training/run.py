@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from convert import cli
+from convert import cli, processes
 from dflash_jax.errors import check
 from training import flags
 from training.config import RunConfig
@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> None:
     args = _parser(preset).parse_args(argv)
     config = _config(args)
     check(args.data is not None, "--data: not given; a directory that `python -m training.prepare` wrote is right")
+    processes.join()
     train(config, Path(args.data), Path(args.output or f"runs/{config.preset}"))
 
 

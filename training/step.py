@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import loss as losses
+from dflash_jax import sharding
 from dflash_jax.anchors import Anchors, candidates, draw, label
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.draft import Draft, adjust_logits
@@ -25,7 +27,7 @@ from dflash_jax.target import Target
 from training import optimizer
 from training.config import OptimizerConfig
 
-# Logits that exist at once, float32: 128 MiB.
+# Logits that exist at once on a device, float32: 128 MiB.
 MOST_LOGITS = 2**25
 
 
@@ -42,6 +44,7 @@ class Task:
     remat: bool
     optimizer: OptimizerConfig
     steps: int
+    mesh: Mesh
 
     @property
     def needs_teacher(self) -> bool:
@@ -68,23 +71,29 @@ class TrainState(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step says of itself."""
+    """What a step says of itself, over all devices. `signal` is the highest that a process was given, 0 for none."""
 
     sums: Sums
     learning_rate: Float[Array, ""]
     grad_norm: Float[Array, ""]
     applied: Bool[Array, ""]
+    signal: Int[Array, ""]
 
 
 @functools.partial(jax.jit, static_argnames="task", donate_argnames="state")
 def train_step(
-    task: Task, target: Params, state: TrainState, batch: Batch, seed: Int[Array, ""]
+    task: Task, target: Params, state: TrainState, batch: Batch, seed: Int[Array, ""], signals: Int[Array, "devices"]
 ) -> tuple[TrainState, Report]:
-    """Take one step; its random numbers follow from the seed and the number of the step."""
+    """Take one step; its random numbers follow from the seed and the number of the step.
+
+    Processes that share a run learn here, all at the same step, that one of them is asked to end: `signals` holds what
+    each device's process was given.
+    """
     batch = read_target(task, target, batch)
-    key = jax.random.fold_in(jax.random.key(seed), state.step)
-    anchors = draw(key, candidates(batch.supervised, batch.starts), task.anchors)
-    sums, gradients = loss_and_gradients(task, target, state.params, batch, anchors)
+    with sharding.traced_on(task.mesh):
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        anchors = draw(key, candidates(batch.supervised, batch.starts), task.anchors)
+        sums, gradients = loss_and_gradients(task, target, state.params, batch, anchors)
     norm = optax.tree.norm(gradients)
     updates, moments = optimizer.build(task.optimizer, task.steps).update(gradients, state.moments, state.params)
     applied = (sums.weight > 0) & jnp.isfinite(sums.loss) & jnp.isfinite(norm)
@@ -94,7 +103,10 @@ def train_step(
         (state.params, state.moments),
     )
     rate = optimizer.schedule(task.optimizer, task.steps)(optimizer.updates_of(state.moments))
-    return TrainState(state.step + 1, params, moments), Report(sums, rate, norm, applied)
+    after = TrainState(state.step + 1, params, moments)
+    after = jax.lax.with_sharding_constraint(after, sharding.shardings(task.mesh, after))
+    report = Report(sums, rate, norm, applied, signals.max())
+    return after, sharding.constrain(task.mesh, sharding.WHOLE, report)
 
 
 @functools.partial(jax.jit, static_argnames="task")
@@ -103,7 +115,8 @@ def read_target(task: Task, target: Params, batch: Batch) -> Batch:
     if batch.features is not None:
         return batch
     model = Target(task.target, task.draft.target_layer_ids)
-    features, hidden = _apply(model, target, batch.tokens, batch.starts, method="read", through=task.needs_teacher)
+    with sharding.traced_on(task.mesh):
+        features, hidden = _apply(model, target, batch.tokens, batch.starts, method="read", through=task.needs_teacher)
     return batch._replace(features=features, hidden=hidden)
 
 
@@ -124,9 +137,9 @@ def draft_blocks(task: Task, target: Params, params: Params, batch: Batch, ancho
     slots = jnp.pad(first, ((0, 0), (0, 0), (0, config.block_size - 1)), constant_values=config.mask_token_id)
     b, m, t = slots.shape
     embedded = _apply(Target(task.target), target, slots.reshape(b, m * t), method="embed").reshape(b, m, t, -1)
-    cast, features, embedded = jax.tree.map(lambda leaf: leaf.astype(task.dtype), (params, batch.features, embedded))
+    features, embedded = jax.tree.map(lambda array: array.astype(task.dtype), (batch.features, embedded))
     return _apply(
-        Draft(config), cast, embedded, anchors, features, batch.starts, method="over_blocks", remat=task.remat
+        Draft(config), params, embedded, anchors, features, batch.starts, method="over_blocks", remat=task.remat
     )
 
 
@@ -157,6 +170,8 @@ def _heads(
     A few blocks of each row at a time, and each time forward and backward at once, so that logits are computed once and
     soon forgotten.
     """
+    head = "embedding" if task.target.tie_word_embeddings else "head"
+    target = target | {head: sharding.gathered(head, target[head])}
 
     def piece(total: Sums, part: tuple[Anchors, Array]) -> tuple[Sums, Array]:
         some, states = part
@@ -179,7 +194,7 @@ def _heads(
 def cut_blocks(task: Task, anchors: Anchors, outputs: Float[Array, "b m t d"]) -> tuple[Anchors, Array]:
     """Cut each row's blocks, along a new first axis, into pieces whose logits may exist at once."""
     b, m, t, _ = outputs.shape
-    pieces = min(m, math.ceil(b * m * (t - 1) * task.target.vocab_size / MOST_LOGITS))
+    pieces = min(m, math.ceil(b * m * (t - 1) * task.target.vocab_size / (MOST_LOGITS * task.mesh.size)))
 
     def cut(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, -m % pieces), *((0, 0),) * (array.ndim - 2)))

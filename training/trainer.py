@@ -1,27 +1,30 @@
 """A run from its settings to a draft: what it stands on, where it begins, and what it leaves behind."""
 
+import contextlib
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from convert import LoadedTarget, load_target, progress
+from convert import LoadedTarget, load_target, processes, progress
 from convert.demo_target import find_demo_target
-from convert.files import read_json
+from convert.files import about, read_json
 from convert.load import target_config
 from convert.progress import tell
 from convert.published import publish
 from convert.sources import open_source
+from dflash_jax import sharding
 from dflash_jax.config import DraftConfig
 from dflash_jax.errors import check
 from dflash_jax.parameters import Params
-from training import data, optimizer, record
+from training import data, optimizer, record, together
 from training.checkpoints import Checkpoints
-from training.config import RunConfig
+from training.config import MeshConfig, RunConfig
 from training.feature_cache import FeatureCache, open_cache
 from training.fill_cache import fill
-from training.initial import fingerprint, initial_draft
+from training.initial import fingerprint, first_state, initial_draft
 from training.loop import Grounds, Loop
 from training.packing import hold_out
 from training.prepared import Prepared, open_prepared
@@ -37,14 +40,12 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
         UserError: data, target, output or settings that are not right or do not fit each other; a loss that is not
             finite; no room for what is written.
     """
-    check(
-        config.mesh.data * config.mesh.fsdp * config.mesh.tensor == 1,
-        "--mesh.data, --mesh.fsdp, --mesh.tensor: training on several devices is not supported yet; 1 is right",
-    )
     prepared = open_prepared(prepared_path)
-    with record.only_run_in(output):
-        target = _load_target(config, prepared)
-        grounds, state = _begin(config, prepared, target, output)
+    mesh = _mesh(config)
+    with contextlib.ExitStack() as stack:
+        together.by_first(lambda: stack.enter_context(record.only_run_in(output)))
+        target = _load_target(config, prepared, mesh)
+        grounds, state = _begin(config, prepared, target, mesh, output)
         with Checkpoints(output, config.checkpoint) as checkpoints:
             position = None
             if checkpoints.latest is not None:
@@ -59,14 +60,31 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
             f"--data {prepared_path}: in {int(state.step)} steps there was no answer within --train.length "
             f"{config.train.length} to learn from; rows with longer ones, or a greater length, are right",
         )
-        _export(output / DRAFT, grounds.task.draft, state, config)
-    print(f"{output / DRAFT}: a draft trained for {updates} steps")
+        params = jax.tree.map(together.whole, state.params)
+        together.by_first(lambda: _export(output / DRAFT, grounds.task.draft, params, config))
+    if processes.first():
+        print(f"{output / DRAFT}: a draft trained for {updates} steps")
 
 
-def _export(destination: Path, draft: DraftConfig, state: TrainState, config: RunConfig) -> None:
+def _mesh(config: RunConfig) -> Mesh:
+    """Lay out the devices of all processes."""
+    sizes = dataclasses.asdict(config.mesh)
+    sizes["fsdp"] = sizes["fsdp"] or max(jax.device_count() // (sizes["data"] * sizes["tensor"]), 1)
+    with about("--mesh.data, --mesh.fsdp, --mesh.tensor"):
+        mesh = sharding.make_mesh(**sizes)
+    groups = sharding.row_groups(mesh)
+    check(
+        config.train.batch_size % groups == 0,
+        f"--train.batch-size: {config.train.batch_size} rows do not divide over --mesh.data times --mesh.fsdp, "
+        f"{groups}; a multiple of it is right",
+    )
+    return mesh
+
+
+def _export(destination: Path, draft: DraftConfig, params: Params, config: RunConfig) -> None:
     """Write the draft, unless it is there already."""
     if not destination.exists():
-        return publish(destination, draft, state.params, config.export.dtype)
+        return publish(destination, draft, params, config.export.dtype)
     found = read_json(destination / "config.json").get("dtype")
     return check(
         found == config.export.dtype,
@@ -75,13 +93,15 @@ def _export(destination: Path, draft: DraftConfig, state: TrainState, config: Ru
     )
 
 
-def _load_target(config: RunConfig, prepared: Prepared) -> LoadedTarget:
+def _load_target(config: RunConfig, prepared: Prepared, mesh: Mesh) -> LoadedTarget:
     """Load the target, in the dtype that the run computes in, if the data was made for it."""
     name = config.target or str(find_demo_target("--target"))
     source = open_source(name)
-    target_config(source)
+    with about("--mesh.fsdp, --mesh.tensor"):
+        sharding.check_mesh(mesh, target_config(source))
     record.check_tokenizer(prepared, source)
-    target = load_target(name, config.train.dtype, watch=progress.show)
+    place = functools.partial(sharding.place, mesh)
+    target = load_target(name, config.train.dtype, place=place, watch=progress.show)
     check(
         config.train.length <= target.config.max_positions,
         f"--train.length: {config.train.length}; the target ends at {target.config.max_positions} tokens",
@@ -89,19 +109,21 @@ def _load_target(config: RunConfig, prepared: Prepared) -> LoadedTarget:
     return target
 
 
-def _begin(config: RunConfig, prepared: Prepared, target: LoadedTarget, output: Path) -> tuple[Grounds, TrainState]:
+def _begin(
+    config: RunConfig, prepared: Prepared, target: LoadedTarget, mesh: Mesh, output: Path
+) -> tuple[Grounds, TrainState]:
     """Put together what the run stands on, and its first state."""
-    draft, params = initial_draft(config, target)
+    draft, params = initial_draft(config, target, mesh)
     train_on, held = hold_out(prepared.lines, config.evaluation.rows, config.seed)
     rows = data.packed(prepared, train_on, config.train.length, config.seed)
     check(
         bool((prepared.supervised[train_on] > 1).any()),
         f"--data {prepared.path}: no answer of two tokens or more to learn from; rows with longer ones are right",
     )
-    task = _task(config, target, draft, len(rows))
+    task = _task(config, target, draft, mesh, len(rows))
     mark = fingerprint(target.params)
     facts = {"target_weights": mark, "data": prepared.manifest["data_hash"], "draft": draft.to_hf()}
-    record.write_or_compare(output, _resolved(config, task, target.source), facts)
+    together.by_first(lambda: record.write_or_compare(output, _resolved(config, task, target.source), facts))
     weights, cache = target.params, None
     if config.features.cache:
         cache = _cache(config, task, prepared, weights, mark)
@@ -114,11 +136,10 @@ def _begin(config: RunConfig, prepared: Prepared, target: LoadedTarget, output: 
     )
     held_out = data.packed(prepared, held, config.train.length, config.seed, cache)
     grounds = Grounds(config, task, weights, dataclasses.replace(rows, cache=cache), held_out)
-    moments = jax.jit(optimizer.build(config.optimizer, task.steps).init)(params)
-    return grounds, TrainState(jnp.zeros((), jnp.int32), params, moments)
+    return grounds, first_state(task, params)
 
 
-def _task(config: RunConfig, target: LoadedTarget, draft: DraftConfig, rows: int) -> Task:
+def _task(config: RunConfig, target: LoadedTarget, draft: DraftConfig, mesh: Mesh, rows: int) -> Task:
     return Task(
         target=target.config,
         draft=draft,
@@ -129,6 +150,7 @@ def _task(config: RunConfig, target: LoadedTarget, draft: DraftConfig, rows: int
         remat=config.train.remat,
         optimizer=config.optimizer,
         steps=config.train.steps or data.steps_of(rows, config.train.batch_size, config.train.epochs),
+        mesh=mesh,
     )
 
 
@@ -139,6 +161,7 @@ def _resolved(config: RunConfig, task: Task, target: str) -> RunConfig:
         target=target,
         train=dataclasses.replace(config.train, steps=task.steps),
         loss=dataclasses.replace(config.loss, gamma=task.gamma),
+        mesh=MeshConfig(**task.mesh.shape),
     )
 
 

@@ -1,0 +1,118 @@
+"""One run on several meshes and in several processes: the same losses, the same bits saved, and one end for all."""
+
+import json
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests import processes, runs, train_mesh_worker
+from tests.train_mesh_worker import MIDDLE
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("mesh")
+    runs.write_target(directory / "target")
+    runs.write_prepared(directory / "prepared")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def found(base):
+    where = [str(base / "target"), str(base / "prepared"), str(base)]
+    [status], _, [told] = processes.run(1, 8, "tests.train_mesh_worker", *where)
+    assert status == 0, told
+    return json.loads((base / "found.json").read_text())
+
+
+def command(base, output):
+    config = train_mesh_worker.config_on("eight", str(base / "target"))
+    return runs.command(base / "target", base / "prepared", output, config=config)["args"][2:]
+
+
+@pytest.fixture(scope="module")
+def pair(base):
+    """The run in two processes of four devices each."""
+    statuses, out, told = processes.run(2, 4, *command(base, base / "pair"))
+    assert statuses == [0, 0], told
+    assert out == [f"{base / 'pair' / 'draft'}: a draft trained for 20 steps\n", ""]
+    assert told[1] == ""
+    return base / "pair"
+
+
+def losses(output):
+    return [line["loss"] for line in runs.metrics(output)]
+
+
+def assert_close(output, other):
+    ours, theirs = runs.metrics(output), runs.metrics(other)
+    assert [line["step"] for line in ours] == list(range(1, runs.STEPS + 1))
+    for name in ("loss", "grad_norm", "evaluation_loss"):
+        pairs = [(one[name], two[name]) for one, two in zip(ours, theirs, strict=True) if name in one]
+        one, other = np.array(pairs).T
+        np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+    assert ours[-1]["loss"] < ours[0]["loss"]
+
+
+def test_eight_devices_train_as_one_does(base, found):
+    assert_close(base / "eight", base / "one")
+
+
+def test_two_processes_train_as_one_does(base, found, pair):
+    assert_close(pair, base / "one")
+    assert runs.checkpoints(pair) == [5, 10, 15, 20]
+
+
+def test_the_state_is_spread(found):
+    """Every matrix over fsdp and tensor; moments as their parameters."""
+    matrices = [(whole, part) for whole, part in found["parts"] if len(whole) == 2]
+    assert len(matrices) == 3 * 15
+    assert all(np.prod(whole) == 4 * np.prod(part) for whole, part in matrices)
+
+
+@pytest.mark.parametrize("mesh", ["one", "two", "eight"])
+def test_what_eight_devices_saved_is_restored_to_the_bit(found, mesh):
+    assert found["same"][mesh] is True
+
+
+@pytest.mark.parametrize("mesh", ["one", "two"])
+def test_a_run_goes_on_on_other_devices(base, found, mesh):
+    output = base / f"eight-then-{mesh}"
+    assert_close(output, base / "eight")
+    assert losses(output)[:MIDDLE] == losses(base / "eight")[:MIDDLE]
+
+
+def test_a_signal_to_one_process_ends_both_after_the_same_step_and_the_run_goes_on_to_the_same_bits(base, pair):
+    output = base / "stopped"
+    running = processes.start(2, 4, *command(base, output))
+    lines = output / "metrics.jsonl"
+    while not lines.exists() or lines.read_text().count("\n") < 2:
+        assert all(process.poll() is None for process in running)
+        time.sleep(0.01)
+    running[1].send_signal(signal.SIGTERM)
+    statuses, _, told = processes.end(running)
+    assert statuses == [0, 0], told
+    last = len(losses(output))
+    assert last < runs.STEPS
+    assert f"stopped after step {last}, which is saved" in told[0]
+    assert runs.checkpoints(output)[-1] == last
+    statuses, _, told = processes.run(2, 4, *command(base, output))
+    assert statuses == [0, 0], told
+    assert f"going on after step {last}" in told[0]
+    assert runs.metrics(output) == runs.metrics(pair)
+    for step in (*range((last + 4) // 5 * 5, runs.STEPS + 1, 5),):
+        assert runs.bits(output, step) == runs.bits(pair, step)
+
+
+def test_what_the_first_process_finds_wrong_ends_all(base, pair):
+    output = base / "other"
+    shutil.copytree(pair, output)
+    wrong = runs.changed(train_mesh_worker.config_on("eight", str(base / "target")), seed=7)
+    arguments = runs.command(base / "target", base / "prepared", output, "--seed", "7", config=wrong)["args"][2:]
+    statuses, _, told = processes.run(2, 4, *arguments)
+    assert statuses == [2, 2]
+    assert "seed is 0 there and 7 here" in told[0]
+    assert told[1] == "error: the first process of the run failed, and says why\n"
