@@ -67,6 +67,21 @@ def label(
     return Labels(look(tokens), jnp.cumprod(right.astype(jnp.int32), axis=-1).astype(bool))
 
 
+def among(labels: Labels, rows: Int[Array, "v"], count: int) -> Labels:
+    """Say labels by their rows of a head that has only some of the vocabulary.
+
+    What such a head cannot say counts as if it were not supervised: no slot past it has weight (law 11).
+
+    Args:
+        labels: by token.
+        rows: each token's row, or `count` where it has none.
+        count: rows of the head.
+    """
+    found = rows[labels.tokens]
+    sayable = jnp.cumprod((found < count).astype(jnp.int32), axis=-1).astype(bool)
+    return Labels(found, labels.weighted & sayable)
+
+
 def block_spans(layer: LayerConfig, starts: Int[Array, "b s"], anchors: Anchors, t: int) -> Spans:
     """Return the context rows that each of the m*t slots sees: its document's, strictly before its anchor (law 5).
 

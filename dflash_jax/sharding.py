@@ -23,7 +23,8 @@ AXES = ("data", "fsdp", "tensor")
 # What a parameter's axes are split over, by its path. A path has one rule.
 RULES = {
     r"embedding": PartitionSpec("tensor", "fsdp"),
-    r"head": PartitionSpec("fsdp", "tensor"),
+    r"(scored/)?head": PartitionSpec("fsdp", "tensor"),
+    r"scored/rows": PartitionSpec(),
     r"fc/kernel": PartitionSpec("fsdp", "tensor"),
     r"layers_\d+/(attention/[qkv]_proj|mlp/(gate|up)_proj)/kernel": PartitionSpec("fsdp", "tensor"),
     r"layers_\d+/(attention/[qkv]_proj|mlp/(gate|up)_proj)/bias": PartitionSpec("tensor"),

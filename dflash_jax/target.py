@@ -109,19 +109,28 @@ class Target(nn.Module):
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Score the vocabulary, in float32 or wider; also for drafts."""
         if self.config.tie_word_embeddings:
-            return _score(hidden, self.embedding, "vd")
-        return _score(hidden, self.head, "dv")
+            return score(hidden, self.embedding, "vd")
+        return score(hidden, self.head, "dv")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _score(hidden: Float[Array, "b t d"], weight: Float[Array, "..."], axes: str) -> Float[Array, "b t v"]:
-    """Multiply by a frozen head, which gets no gradient (law 4)."""
+def score(hidden: Float[Array, "b t d"], weight: Float[Array, "..."], axes: str) -> Float[Array, "b t v"]:
+    """Multiply by a frozen head, or by some of its rows, which gets no gradient (law 4).
+
+    Args:
+        hidden: states after the final norm.
+        weight: the head.
+        axes: how it lies, "vd" or "dv".
+
+    Returns:
+        Logits, in float32 or wider.
+    """
     wide = np.promote_types(hidden.dtype, np.float32)
     return jnp.einsum(f"btd,{axes}->btv", hidden, weight, precision=EXACT, preferred_element_type=wide)
 
 
 def _score_forward(hidden: Array, weight: Array, axes: str) -> tuple[Array, tuple[Array, Array]]:
-    return _score(hidden, weight, axes), (weight, jnp.zeros((), hidden.dtype))
+    return score(hidden, weight, axes), (weight, jnp.zeros((), hidden.dtype))
 
 
 def _score_backward(axes: str, kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
@@ -132,4 +141,4 @@ def _score_backward(axes: str, kept: tuple[Array, Array], cotangent: Array) -> t
     return product.astype(like.dtype), None
 
 
-_score.defvjp(_score_forward, _score_backward)
+score.defvjp(_score_forward, _score_backward)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.anchors import Anchors, block_spans, candidates, draw, label, row_spans
+from dflash_jax.anchors import Anchors, Labels, among, block_spans, candidates, draw, label, row_spans
 from dflash_jax.config import LayerConfig
 from dflash_jax.rope import Rotary
 from tests.dense import weighted
@@ -53,6 +53,15 @@ def test_slot_k_is_to_say_the_token_k_after_the_anchor_as_far_as_the_answer_goes
     labels = label(TOKENS, SUPERVISED, STARTS, anchors(2, 4, 8), 5)
     assert labels.tokens[0].tolist() == [[103, 104, 105, 106], [105, 106, 107, 108], [109, 110, 111, 112]]
     assert labels.weighted[0].astype(int).tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_what_a_part_of_the_head_cannot_say_takes_the_weight_of_its_slot_and_of_those_after():
+    rows = jnp.asarray([3, 0, 3, 1, 2], jnp.int32)  # of tokens 1, 3 and 4; 0 and 2 have none
+    tokens = jnp.asarray([[[1, 3, 4], [4, 2, 1], [0, 1, 1], [3, 3, 2]]], jnp.int32)
+    weighted = jnp.asarray([[[1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 1, 1]]], bool)
+    found = among(Labels(tokens, weighted), rows, 3)
+    assert found.tokens[0].tolist() == [[0, 1, 2], [2, 3, 0], [3, 0, 0], [1, 1, 3]]
+    assert found.weighted[0].astype(int).tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 0]]
 
 
 def test_blocks_that_stand_nowhere_count_nothing():

@@ -57,6 +57,7 @@ CHANGES = {
     "draft__block_size": 4,
     "draft__mask_token_id": 3,
     "loss__name": "kl",
+    "loss__vocabulary": 40,
     "optimizer__name": "muon",
     "optimizer__learning_rate": 2e-3,
     "optimizer__clip": 2.0,

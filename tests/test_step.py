@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tests import dense, tiny
 from tests.torch_models import random_params
 from training import optimizer, step
 from training.config import OptimizerConfig
+from training.evaluation import judge
 from training.step import Batch, Task, TrainState, draft_blocks, loss_and_gradients, read_target, train_step
 
 TARGET, DRAFT = tiny.TARGET, tiny.DRAFT
@@ -54,8 +56,12 @@ run = jax.jit(loss_and_gradients, static_argnums=0)
 blocks = jax.jit(draft_blocks, static_argnums=0)
 
 
-def oracle(task, batch, anchors, params):
-    """The loss with every logit at once, slot by slot."""
+EVERY = range(TARGET.vocab_size)
+
+
+def oracle(task, batch, anchors, params, tokens_scored=EVERY):
+    """The loss with every logit of some tokens at once, slot by slot."""
+    part, place = jnp.asarray(tokens_scored), {token: row for row, token in enumerate(tokens_scored)}
     total, weight = jnp.zeros(()), jnp.zeros(())
     tokens, supervised, starts = (np.asarray(x) for x in batch[:3])
     for row in range(len(tokens)):
@@ -65,15 +71,17 @@ def oracle(task, batch, anchors, params):
         states = dense.draft_states(
             task.draft, params, TARGET_PARAMS["embedding"], tokens[row], starts[row], features, rows
         )
-        said = jax.nn.log_softmax(dense.head(task.target, TARGET_PARAMS, states)).reshape(len(rows), T, -1)
-        taught = jax.nn.log_softmax(dense.head(task.target, TARGET_PARAMS, outputs[-1]))
+        said = jax.nn.log_softmax(dense.head(task.target, TARGET_PARAMS, states)[:, part]).reshape(len(rows), T, -1)
+        taught = jax.nn.log_softmax(dense.head(task.target, TARGET_PARAMS, outputs[-1])[:, part])
         for block, a in enumerate(rows):
-            slots = [k for k, right in enumerate(dense.weighted(supervised[row], starts[row], a, T), 1) if right]
-            chances = [jnp.exp(jax.lax.stop_gradient(said[block, k, tokens[row, a + k]])) for k in slots]
+            known = supervised[row] & np.isin(tokens[row], tokens_scored)  # what is not scored is as if unsupervised
+            slots = [k for k, right in enumerate(dense.weighted(known, starts[row], a, T), 1) if right]
+            labels = {k: place[int(tokens[row, a + k])] for k in slots}
+            chances = [jnp.exp(jax.lax.stop_gradient(said[block, k, labels[k]])) for k in slots]
             reached = jnp.cumprod(jnp.stack([0.5 * q + 0.5 for q in chances])) if slots else jnp.zeros(0)
             for k in slots:
                 log_q, p = said[block, k], jnp.exp(taught[a + k - 1])
-                entropy, kl = -log_q[tokens[row, a + k]], (p * (jnp.log(p) - log_q)).sum()
+                entropy, kl = -log_q[labels[k]], (p * (jnp.log(p) - log_q)).sum()
                 accepted = jnp.minimum(p, jnp.exp(log_q)).sum()
                 mixed = jax.lax.stop_gradient(jnp.exp(-3 * accepted))
                 value = {"decay": entropy, "dpace": entropy, "kl": kl, "lk": mixed * kl + (1 - mixed) * (1 - accepted)}
@@ -91,6 +99,51 @@ def test_loss_and_gradients_are_those_of_dense_masks_and_full_logits(loss):
     value, theirs = jax.value_and_grad(lambda params: oracle(task, batch, anchors, params))(DRAFT_PARAMS)
     np.testing.assert_allclose(sums.loss / sums.weight, value, rtol=1e-5)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), gradients, theirs)
+
+
+def with_part(tokens):
+    """The target's weights, and a head that scores only some tokens beside them."""
+    rows = np.full(TARGET.vocab_size, len(tokens), np.int32)
+    rows[list(tokens)] = np.arange(len(tokens))
+    return TARGET_PARAMS | {
+        step.SCORED: {"head": TARGET_PARAMS["head"][:, jnp.asarray(tokens)], "rows": jnp.asarray(rows)}
+    }
+
+
+SOME = (0, 2, 3, 4, 6, 7, 8, 9)
+
+
+@pytest.mark.parametrize("loss", ["decay", "kl"])
+def test_a_loss_of_some_tokens_is_that_of_their_logits_alone(loss, monkeypatch):
+    cut = Mock(side_effect=step.cut_blocks)
+    monkeypatch.setattr(step, "cut_blocks", cut)
+    task = dataclasses.replace(TASK, loss=loss)
+    batch = read(task)
+    anchors = some_anchors(batch)
+    sums, gradients = run(task, with_part(SOME), DRAFT_PARAMS, batch, anchors)
+    assert [call.args[-1] for call in cut.call_args_list] == [len(SOME)]  # that many logits a slot exist at once
+    value, theirs = jax.value_and_grad(lambda params: oracle(task, batch, anchors, params, SOME))(DRAFT_PARAMS)
+    np.testing.assert_allclose(sums.loss / sums.weight, value, rtol=1e-5)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), gradients, theirs)
+
+
+def test_a_loss_of_every_token_is_the_loss():
+    batch = read()
+    anchors = some_anchors(batch)
+    of_all, as_ever = (
+        run(TASK, weights, DRAFT_PARAMS, batch, anchors) for weights in (with_part(EVERY), TARGET_PARAMS)
+    )
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6, rtol=1e-6), of_all, as_ever)
+
+
+def test_what_the_loss_scores_is_nothing_to_evaluation():
+    batch = read()
+    anchors = some_anchors(batch)
+    programs = {
+        judge.lower(TASK, weights, DRAFT_PARAMS, batch, anchors).as_text()
+        for weights in (with_part(SOME), TARGET_PARAMS)
+    }
+    assert len(programs) == 1
 
 
 def test_rematerialisation_changes_only_the_rounding():

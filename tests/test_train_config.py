@@ -119,7 +119,14 @@ def test_flags_are_typed_and_none_and_no_are_understood():
     assert (config.train.steps, config.optimizer.clip, config.train.remat, config.target) == (5, 2.0, False, "a b")
     assert isinstance(config.optimizer.clip, float)
     assert given("--train.remat", preset="tiny").train.remat
-    for flag in ("--train.steps", "--target", "--init-from", "--loss.gamma", "--draft.mask-token-id"):
+    for flag in (
+        "--train.steps",
+        "--target",
+        "--init-from",
+        "--loss.gamma",
+        "--loss.vocabulary",
+        "--draft.mask-token-id",
+    ):
         assert field_of(given(flag, "none", preset="tiny"), flag) is None
     assert given("--features.cache", "x").features.cache == "x"
 
@@ -142,6 +149,8 @@ def test_flags_are_typed_and_none_and_no_are_understood():
         ("--loss.name", "mse", "decay, dpace, kl, lk"),
         ("--loss.gamma", 0, "over 0"),
         ("--loss.gamma", "nan", "over 0"),
+        ("--loss.vocabulary", 0, "2 or more"),
+        ("--loss.vocabulary", 1, "2 or more"),
         ("--optimizer.name", "sgd", "adamw, muon"),
         ("--optimizer.learning-rate", "inf", "over 0"),
         ("--optimizer.learning-rate", "nan", "over 0"),

@@ -73,6 +73,10 @@ def test_the_state_is_spread(found):
     assert all(np.prod(whole) == 4 * np.prod(part) for whole, part in matrices)
 
 
+def test_the_part_of_a_head_that_a_loss_scores_is_spread_as_the_head_is(found):
+    assert found["scored"] == [[True, [16 // 2, 40 // 2]]] * 2
+
+
 @pytest.mark.parametrize("mesh", ["one", "two", "eight"])
 def test_what_eight_devices_saved_is_restored_to_the_bit(found, mesh):
     assert found["same"][mesh] is True

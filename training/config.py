@@ -53,6 +53,7 @@ class LossConfig:
 
     name: str = option("decay", f"one of {', '.join(LOSSES)}")
     gamma: float | None = option(None, "slot k counts exp(-(k-1)/gamma); none: 4, 5, 7 for blocks of 8, 10, 16")
+    vocabulary: int | None = option(None, "tokens that it scores, those that answers have most often; none: all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +143,7 @@ class RunConfig:
             f"--draft.layers: {self.draft.layers}; {MOST_LAYERS} or fewer is right",
         )
         _at_least(0, self.draft, "draft", "mask_token_id")
+        _at_least(2, self.loss, "loss", "vocabulary")
         _at_least(1, self.checkpoint, "checkpoint", "every", "keep")
         _at_least(1, self.evaluation, "evaluation", "every")
         _at_least(0, self.evaluation, "evaluation", "rows")

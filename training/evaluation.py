@@ -36,7 +36,7 @@ def judge(task: Task, target: Params, params: Params, batch: Batch, anchors: Anc
 
     with sharding.traced_on(task.mesh):
         outputs = draft_blocks(task, target, params, batch, anchors)
-        pieces = jax.lax.map(piece, cut_blocks(task, anchors, outputs))
+        pieces = jax.lax.map(piece, cut_blocks(task, anchors, outputs, task.target.vocab_size))
     right, weighted = (joined_blocks(array, anchors.rows.shape[1]) for array in pieces[1:])
     added = jax.tree.map(lambda leaf: leaf.sum(axis=0), pieces.sums)
     return Judged(sharding.constrain(task.mesh, sharding.WHOLE, added), right, weighted)

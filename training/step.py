@@ -18,17 +18,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import loss as losses
 from dflash_jax import sharding
-from dflash_jax.anchors import Anchors, candidates, draw, label
+from dflash_jax.anchors import Anchors, among, candidates, draw, label
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.draft import Draft, adjust_logits
 from dflash_jax.loss import Slots, Sums
 from dflash_jax.parameters import Params
-from dflash_jax.target import Target
+from dflash_jax.target import Target, score
 from training import optimizer
 from training.config import OptimizerConfig
 
 # Logits that exist at once on a device, float32: 128 MiB.
 MOST_LOGITS = 2**25
+# What a run whose loss scores a part of the vocabulary has beside the target's weights; see `training/scored.py`.
+SCORED = "scored"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,22 +146,40 @@ def draft_blocks(task: Task, target: Params, params: Params, batch: Batch, ancho
 
 
 def block_sums(task: Task, target: Params, batch: Batch, anchors: Anchors, outputs: Float[Array, "b m t d"]) -> Sums:
-    """Return sums over blocks whose logits fit all at once."""
-    return losses.sums(losses.LOSSES[task.loss], task.gamma, block_slots(task, target, batch, anchors, outputs))
+    """Return the training loss's sums over blocks whose logits fit all at once."""
+    slots = block_slots(task, target, batch, anchors, outputs, scored=target.get(SCORED))
+    return losses.sums(losses.LOSSES[task.loss], task.gamma, slots)
 
 
-def block_slots(task: Task, target: Params, batch: Batch, anchors: Anchors, outputs: Float[Array, "b m t d"]) -> Slots:
-    """Return slots 1…t-1 of b*m blocks with their logits, and the teacher's where there is one."""
+def block_slots(
+    task: Task,
+    target: Params,
+    batch: Batch,
+    anchors: Anchors,
+    outputs: Float[Array, "b m t d"],
+    *,
+    scored: Params | None = None,
+) -> Slots:
+    """Return slots 1…t-1 of b*m blocks with their logits, and the teacher's where there is one.
+
+    Of all the vocabulary, or of the part in `scored`; tokens are then rows of it.
+    """
     labels = label(batch.tokens, batch.supervised, batch.starts, anchors, task.draft.block_size)
+    if scored is not None:
+        labels = among(labels, scored["rows"], scored["head"].shape[1])
 
-    def score(hidden: Float[Array, "b m u d"]) -> Float[Array, "c u v"]:
+    def logits(hidden: Float[Array, "b m u d"]) -> Float[Array, "c u v"]:
         b, m, u, d = hidden.shape
-        logits = _apply(Target(task.target), target, hidden.reshape(b, m * u, d), method="logits")
-        return logits.reshape(b * m, u, -1)
+        states = hidden.reshape(b, m * u, d)
+        if scored is None:
+            found = _apply(Target(task.target), target, states, method="logits")
+        else:
+            found = score(states, scored["head"], "dv")
+        return found.reshape(b * m, u, -1)
 
     tokens, weighted = (array.reshape(-1, array.shape[-1]) for array in labels)
-    teacher = score(_spoken(batch.hidden, anchors, task.draft.block_size)) if batch.hidden is not None else None
-    return Slots(adjust_logits(task.draft, score(outputs[:, :, 1:])), tokens, weighted, teacher)
+    teacher = logits(_spoken(batch.hidden, anchors, task.draft.block_size)) if batch.hidden is not None else None
+    return Slots(adjust_logits(task.draft, logits(outputs[:, :, 1:])), tokens, weighted, teacher)
 
 
 def _heads(
@@ -170,8 +190,7 @@ def _heads(
     A few blocks of each row at a time, and each time forward and backward at once, so that logits are computed once and
     soon forgotten.
     """
-    head = "embedding" if task.target.tie_word_embeddings else "head"
-    target = target | {head: sharding.gathered(head, target[head])}
+    target, vocabulary = _with_gathered_head(task, target)
 
     def piece(total: Sums, part: tuple[Anchors, Array]) -> tuple[Sums, Array]:
         some, states = part
@@ -187,14 +206,25 @@ def _heads(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
         jax.eval_shape(lambda: block_sums(task, target, batch, anchors, outputs)),
     )
-    sums, gradient = jax.lax.scan(piece, empty, cut_blocks(task, anchors, outputs))
+    sums, gradient = jax.lax.scan(piece, empty, cut_blocks(task, anchors, outputs, vocabulary))
     return sums, joined_blocks(gradient, outputs.shape[1])
 
 
-def cut_blocks(task: Task, anchors: Anchors, outputs: Float[Array, "b m t d"]) -> tuple[Anchors, Array]:
-    """Cut each row's blocks, along a new first axis, into pieces whose logits may exist at once."""
+def _with_gathered_head(task: Task, target: Params) -> tuple[Params, int]:
+    """Gather over `fsdp` the head that the loss scores with; return its rows, too."""
+    if scored := target.get(SCORED):
+        head = sharding.gathered(f"{SCORED}/head", scored["head"])
+        return target | {SCORED: scored | {"head": head}}, head.shape[1]
+    name = "embedding" if task.target.tie_word_embeddings else "head"
+    return target | {name: sharding.gathered(name, target[name])}, task.target.vocab_size
+
+
+def cut_blocks(
+    task: Task, anchors: Anchors, outputs: Float[Array, "b m t d"], vocabulary: int
+) -> tuple[Anchors, Array]:
+    """Cut each row's blocks, along a new first axis, into pieces whose logits of a vocabulary may exist at once."""
     b, m, t, _ = outputs.shape
-    pieces = min(m, math.ceil(b * m * (t - 1) * task.target.vocab_size / (MOST_LOGITS * task.mesh.size)))
+    pieces = min(m, math.ceil(b * m * (t - 1) * vocabulary / (MOST_LOGITS * task.mesh.size)))
 
     def cut(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, -m % pieces), *((0, 0),) * (array.ndim - 2)))

@@ -19,7 +19,7 @@ from dflash_jax import sharding
 from dflash_jax.config import DraftConfig
 from dflash_jax.errors import check
 from dflash_jax.parameters import Params
-from training import data, optimizer, record, together
+from training import data, optimizer, record, scored, together
 from training.checkpoints import Checkpoints
 from training.config import MeshConfig, RunConfig
 from training.feature_cache import FeatureCache, open_cache
@@ -28,7 +28,7 @@ from training.initial import fingerprint, first_state, initial_draft
 from training.loop import Grounds, Loop
 from training.packing import hold_out
 from training.prepared import Prepared, open_prepared
-from training.step import Task, TrainState
+from training.step import SCORED, Task, TrainState
 
 DRAFT = "draft"
 
@@ -97,8 +97,11 @@ def _load_target(config: RunConfig, prepared: Prepared, mesh: Mesh) -> LoadedTar
     """Load the target, in the dtype that the run computes in, if the data was made for it."""
     name = config.target or str(find_demo_target("--target"))
     source = open_source(name)
+    shape = target_config(source)
     with about("--mesh.fsdp, --mesh.tensor"):
-        sharding.check_mesh(mesh, target_config(source))
+        sharding.check_mesh(mesh, shape)
+    if config.loss.vocabulary is not None:
+        scored.check_size(config.loss.vocabulary, shape, mesh)
     record.check_tokenizer(prepared, source)
     place = functools.partial(sharding.place, mesh)
     target = load_target(name, config.train.dtype, place=place, watch=progress.show)
@@ -128,6 +131,8 @@ def _begin(
     if config.features.cache:
         cache = _cache(config, task, prepared, weights, mark)
         weights = {name: weights[name] for name in ("embedding", "head") if name in weights}
+    if size := config.loss.vocabulary:
+        weights = weights | {SCORED: scored.part_of_head(size, task, weights, rows)}
     tell(
         f"{rows.documents} documents to train on, {len(held)} held out; "
         f"{int((prepared.lengths > config.train.length).sum())} longer than {config.train.length} tokens and cut; "
