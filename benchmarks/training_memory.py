@@ -18,6 +18,7 @@ import numpy as np
 
 from dflash_jax import parameters, sharding
 from dflash_jax.config import DraftConfig, LayerConfig, TargetConfig
+from dflash_jax.reading import stack
 from dflash_jax.rope import Rotary
 from training.config import OptimizerConfig
 from training.initial import first_state
@@ -50,7 +51,8 @@ def main() -> None:
 def measure(length: int, anchors: int) -> dict[str, float]:
     """Compile a step and take it."""
     task = _task(anchors)
-    target, params = (parameters.init(config, jax.random.key(0)) for config in (task.target, task.draft))
+    layers, params = (parameters.init(config, jax.random.key(0)) for config in (task.target, task.draft))
+    target = stack(task.mesh, task.target, task.draft.target_layer_ids, layers, through=False)
     state = first_state(task, params)
     tokens = np.random.default_rng(0).integers(0, task.target.vocab_size, (1, length))
     batch = Batch(jnp.asarray(tokens, jnp.int32), jnp.ones((1, length), bool), jnp.zeros((1, length), jnp.int32))

@@ -84,24 +84,6 @@ class Target(nn.Module):
         features = jnp.concatenate([outputs[i] for i in self.taps] or [x[..., :0]], axis=-1)
         return self.final_norm(x), features, tuple(filled)
 
-    def read(
-        self, tokens: Int[Array, "b s"], starts: Int[Array, "b s"], *, through: bool
-    ) -> tuple[Float[Array, "b s pd"], Float[Array, "b s d"] | None]:
-        """Run whole rows of documents, for training; `starts` says where each position's document starts.
-
-        Returns:
-            Features, and hidden states after the final norm if `through`; otherwise the last tap is the last layer run.
-        """
-        x = self.embed(tokens)
-        spots = masks.positions(jnp.zeros(tokens.shape[0], starts.dtype), tokens.shape[1]) - starts
-        turns = {layer.rotary: angles(layer.rotary, self.config.head_dim, spots) for layer in self.config.layers}
-        outputs = []
-        for module in self.layers if through else self.layers[: max(self.taps) + 1]:
-            x = module.over_row(x, turns[module.layer.rotary], starts)
-            outputs.append(x)
-        features = jnp.concatenate([outputs[i] for i in self.taps], axis=-1)
-        return features, self.final_norm(x) if through else None
-
     def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         """Look up the embedding's rows; also for drafts, which have none of their own (law 4)."""
         return sharding.looked_up(self.embedding, tokens)

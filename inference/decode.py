@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import masks, sharding
@@ -35,7 +35,7 @@ class Models:
     target: TargetConfig
     draft: DraftConfig | None
     block_size: int
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ def prefill(
     return _spread(models, state._replace(target=both[0], draft=both[1])), final
 
 
-def _row_of(mesh: Mesh, row: Int[Array, ""], buffer: Float[Array, "b k s h"]) -> Float[Array, "1 k s h"]:
+def _row_of(mesh: Mesh | AbstractMesh, row: Int[Array, ""], buffer: Float[Array, "b k s h"]) -> Float[Array, "1 k s h"]:
     if mesh.shape["data"] == 1:
         return jax.lax.dynamic_slice_in_dim(buffer, row, 1)
     # A slice would gather the whole buffer from all devices; a sum sends the one row.

@@ -16,6 +16,7 @@ from dflash_jax.anchors import Anchors
 from dflash_jax.config import LayerConfig
 from dflash_jax.draft import Draft, adjust_logits
 from dflash_jax.errors import UserError
+from dflash_jax.reading import stack
 from dflash_jax.rope import Rotary
 from dflash_jax.target import Target
 from inference.engine import Engine, SamplingConfig
@@ -52,9 +53,8 @@ def write(directory, rows):
 
 
 def loaded():
-    return LoadedTarget(tiny.TARGET, TARGET_PARAMS, (4,), "target"), LoadedDraft(
-        DRAFT, random_params(DRAFT, 1), "draft"
-    )
+    target = LoadedTarget(tiny.TARGET, random_params(tiny.TARGET, 0), (4,), "target")
+    return target, LoadedDraft(DRAFT, random_params(DRAFT, 1), "draft")
 
 
 def judged(rows):
@@ -149,7 +149,8 @@ def test_more_anchors_than_are_judged_at_once_are_all_judged(tmp_path):
     answer = np.random.default_rng(0).integers(0, 11, 100).tolist()
     rows = write(tmp_path, [(1, [2, 3], answer)])
     target, draft = loaded()
-    seen = {anchor: hits for anchor, hits, _ in evaluate._judged(task(DRAFT), target, draft, rows[0])}
+    weights = stack(sharding.make_mesh(), tiny.TARGET, DRAFT.target_layer_ids, target.params, through=False)
+    seen = {anchor: hits for anchor, hits, _ in evaluate._judged(task(DRAFT), weights, draft, rows[0])}
     assert list(seen) == list(range(2, 101))
     report = judged(rows)
     mean = np.mean([np.cumprod(hits).sum() for hits in seen.values()])
@@ -177,7 +178,7 @@ def test_programs_are_compiled_for_few_lengths(monkeypatch, size, room):
     monkeypatch.setattr(evaluate, "read_target", read)
     target, draft = loaded()
     row = Row(np.zeros(size, np.int32), np.zeros(size, bool))
-    assert list(evaluate._judged(task(DRAFT), target, draft, row)) == []
+    assert list(evaluate._judged(task(DRAFT), target.params, draft, row)) == []
     assert seen == [(1, room)]
 
 
@@ -191,7 +192,10 @@ def row():
     tokens = np.random.default_rng(5).integers(0, 11, (1, ROWS)).astype(np.int32)
     starts = np.repeat([0, START, START + SIZE], [START, SIZE, ROWS - START - SIZE])[None].astype(np.int32)
     batch = Batch(jnp.asarray(tokens), jnp.ones((1, ROWS), bool), jnp.asarray(starts))
-    return read_target(task(DRAFT), TARGET_PARAMS, batch)
+    layers = random_params(tiny.TARGET, 0)
+    return read_target(
+        task(DRAFT), stack(sharding.make_mesh(), tiny.TARGET, DRAFT.target_layer_ids, layers, through=False), batch
+    )
 
 
 @jax.jit

@@ -10,6 +10,7 @@ import pytest
 
 from dflash_jax import sharding
 from dflash_jax.errors import UserError
+from dflash_jax.reading import stack
 from tests import tiny
 from tests.torch_models import random_params
 from training import feature_cache, fill_cache, optimizer, prepared
@@ -23,7 +24,7 @@ from training.step import Batch, Task, TrainState, read_target, train_step
 LENGTH, ROWS = 16, 2
 TAPS = tiny.DRAFT.target_layer_ids
 D = tiny.TARGET.hidden_size
-PARAMS = random_params(tiny.TARGET, 0)
+PARAMS = stack(sharding.make_mesh(), tiny.TARGET, TAPS, random_params(tiny.TARGET, 0), through=True)
 MESH = sharding.make_mesh()
 TASK = Task(tiny.TARGET, tiny.DRAFT, 6, "decay", 4.0, "float32", False, OptimizerConfig(), 10, MESH)
 SIZES = [3, 20, 16, 5, 7, 1, 9]  # the second is cut

@@ -12,17 +12,23 @@ import pytest
 from dflash_jax import sharding
 from dflash_jax.anchors import Anchors, candidates, draw, label
 from dflash_jax.config import LayerConfig
+from dflash_jax.reading import stack
 from tests import dense, tiny
 from tests.torch_models import random_params
-from training import optimizer, step
+from training import step
 from training.config import OptimizerConfig
 from training.evaluation import judge
-from training.step import Batch, Task, TrainState, draft_blocks, loss_and_gradients, read_target, train_step
+from training.initial import first_state
+from training.step import Batch, Task, draft_blocks, loss_and_gradients, read_target, train_step
 
 TARGET, DRAFT = tiny.TARGET, tiny.DRAFT
 T, GAMMA, M, S = DRAFT.block_size, 4.0, 6, 40
 NO_SIGNAL = jnp.zeros(1, jnp.int32)
 TARGET_PARAMS, DRAFT_PARAMS = random_params(TARGET, 0), random_params(DRAFT, 1)
+# Layers one by one, as the oracle takes them, and in segments.
+TARGET_PARAMS |= stack(
+    sharding.make_mesh(), TARGET, DRAFT.target_layer_ids, jax.tree.map(jnp.array, TARGET_PARAMS), through=True
+)
 TASK = Task(TARGET, DRAFT, M, "decay", GAMMA, "float32", False, OptimizerConfig(), 10, sharding.make_mesh())
 
 
@@ -253,7 +259,8 @@ def test_packed_documents_add_up_to_what_they_give_alone():
 
 def start():
     params = jax.tree.map(jnp.array, DRAFT_PARAMS)  # the step takes its state over
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.build(TASK.optimizer, TASK.steps).init(params))
+    # Placed as the step leaves it, or the second step would be compiled anew.
+    return first_state(TASK, sharding.put_params(TASK.mesh, params))
 
 
 def take(state, batch, task=TASK, seed=0):
@@ -339,7 +346,7 @@ def test_optimizers_take_the_gradients_they_get(name):
     config = OptimizerConfig(name=name)
     task = dataclasses.replace(TASK, optimizer=config)
     params = jax.tree.map(jnp.array, DRAFT_PARAMS)
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.build(config, task.steps).init(params))
+    state = first_state(task, params)
     state, report = take(state, packed(), task)
     moved = jax.tree.map(lambda one, other: float(abs(one - other).max()), state.params, DRAFT_PARAMS)
     assert report.applied

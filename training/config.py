@@ -107,6 +107,11 @@ class MeshConfig:
     )
     tensor: int = option(1, "devices that heads, MLP widths and the vocabulary are spread over")
 
+    def on(self, devices: int) -> "MeshConfig":
+        """Return the mesh with the size of `fsdp` that takes in all devices, where none is set."""
+        rest = max(devices // (self.data * self.tensor), 1)
+        return dataclasses.replace(self, fsdp=self.fsdp or rest)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -131,6 +136,12 @@ class RunConfig:
     features: FeaturesConfig = FeaturesConfig()
     export: ExportConfig = ExportConfig()
     mesh: MeshConfig = MeshConfig()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
+        """Undo `dataclasses.asdict`."""
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        return cls(**{name: kinds[name](**one) if isinstance(one, dict) else one for name, one in values.items()})  # type: ignore[operator]
 
     def __post_init__(self) -> None:
         check(0 <= self.seed <= HIGHEST_SEED, f"--seed: {self.seed}; 0 to {HIGHEST_SEED} is right")

@@ -12,10 +12,11 @@ from convert import LoadedDraft, LoadedTarget, cli, load_draft, load_target, pro
 from convert.demo_target import find_demo_target
 from convert.load import target_config
 from convert.sources import open_source
-from dflash_jax import sharding
+from dflash_jax import reading, sharding
 from dflash_jax.anchors import Anchors, candidates
 from dflash_jax.config import check_pair
 from dflash_jax.errors import UserError, check
+from dflash_jax.parameters import Params
 from training.config import DTYPES, OptimizerConfig
 from training.evaluation import judge, walk
 from training.prepared import Prepared, Row, open_prepared
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def evaluate(target: LoadedTarget, draft: LoadedDraft, prepared: Prepared, dtype: str) -> dict[str, Any]:
-    """Judge a draft at every anchor of every document, and walk every answer.
+    """Judge a draft at every anchor of every document, and walk every answer. The target's layers are taken over.
 
     Returns:
         `acceptance_length_random`: the mean tokens a block over all anchors, which is what random ones give on average;
@@ -73,13 +74,14 @@ def evaluate(target: LoadedTarget, draft: LoadedDraft, prepared: Prepared, dtype
     """
     mesh = sharding.make_mesh()
     task = Task(target.config, draft.config, BLOCKS, "decay", 1.0, dtype, False, OptimizerConfig(), 1, mesh)
+    weights = reading.stack(mesh, target.config, draft.config.target_layer_ids, target.params, through=False)
     right, counted = np.zeros((2, draft.config.block_size - 1), np.int64)
     tokens = blocks = 0
     walks: dict[int, list[int]] = {}
     for index in progress.show(range(len(prepared)), len(prepared), "evaluating"):
         row = prepared[index]
         accepted: dict[int, int] = {}
-        for anchor, hits, weighted in _judged(task, target, draft, row):
+        for anchor, hits, weighted in _judged(task, weights, draft, row):
             right, counted = right + hits, counted + weighted
             accepted[anchor] = int(np.cumprod(hits).sum())
         tokens, blocks = tokens + sum(accepted.values()), blocks + len(accepted)
@@ -93,9 +95,7 @@ def evaluate(target: LoadedTarget, draft: LoadedDraft, prepared: Prepared, dtype
     }
 
 
-def _judged(
-    task: Task, target: LoadedTarget, draft: LoadedDraft, row: Row
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _judged(task: Task, target: Params, draft: LoadedDraft, row: Row) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yield every anchor of a document, which slots of its block are right, and which are supervised."""
     size = len(row.tokens)
     room = TOKENS << ((size - 1) // TOKENS).bit_length()
@@ -105,14 +105,14 @@ def _judged(
         jnp.asarray(np.pad(row.supervised, (0, room - size))[None]),
         jnp.asarray(starts[None], jnp.int32),
     )
-    batch = read_target(task, target.params, batch)
+    batch = read_target(task, target, batch)
     rows = np.flatnonzero(np.asarray(candidates(batch.supervised, batch.starts)[0]))
     for first in range(0, len(rows), BLOCKS):
         some = rows[first : first + BLOCKS]
         padded = np.pad(some, (0, BLOCKS - len(some)))
         valid = np.arange(BLOCKS) < len(some)
         anchors = Anchors(jnp.asarray(padded[None], jnp.int32), jnp.asarray(valid[None]))
-        judged = jax.device_get(judge(task, target.params, draft.params, batch, anchors))
+        judged = jax.device_get(judge(task, target, draft.params, batch, anchors))
         yield from zip(some.tolist(), judged.right[0], judged.weighted[0], strict=False)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import loss as losses
-from dflash_jax import sharding
+from dflash_jax import reading, sharding
 from dflash_jax.anchors import Anchors, among, candidates, draw, label
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.draft import Draft, adjust_logits
@@ -25,7 +25,7 @@ from dflash_jax.loss import Slots, Sums
 from dflash_jax.parameters import Params
 from dflash_jax.target import Target, score
 from training import optimizer
-from training.config import OptimizerConfig
+from training.config import OptimizerConfig, RunConfig
 
 # Logits that exist at once on a device, float32: 128 MiB.
 MOST_LOGITS = 2**25
@@ -47,6 +47,22 @@ class Task:
     optimizer: OptimizerConfig
     steps: int
     mesh: Mesh
+
+    @classmethod
+    def of(cls, config: RunConfig, target: TargetConfig, draft: DraftConfig, mesh: Mesh, steps: int) -> "Task":
+        """Return what a run's settings ask for."""
+        return cls(
+            target=target,
+            draft=draft,
+            anchors=config.train.anchors,
+            loss=config.loss.name,
+            gamma=config.gamma,
+            dtype=config.train.dtype,
+            remat=config.train.remat,
+            optimizer=config.optimizer,
+            steps=steps,
+            mesh=mesh,
+        )
 
     @property
     def needs_teacher(self) -> bool:
@@ -116,9 +132,10 @@ def read_target(task: Task, target: Params, batch: Batch) -> Batch:
     """Let the target compute features, and hidden states for a teacher, where the batch does not bring them."""
     if batch.features is not None:
         return batch
-    model = Target(task.target, task.draft.target_layer_ids)
     with sharding.traced_on(task.mesh):
-        features, hidden = _apply(model, target, batch.tokens, batch.starts, method="read", through=task.needs_teacher)
+        features, hidden = reading.read(
+            task.target, task.draft.target_layer_ids, target, batch.tokens, batch.starts, task.needs_teacher
+        )
     return batch._replace(features=features, hidden=hidden)
 
 

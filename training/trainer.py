@@ -15,7 +15,7 @@ from convert.load import target_config
 from convert.progress import tell
 from convert.published import publish
 from convert.sources import open_source
-from dflash_jax import sharding
+from dflash_jax import reading, sharding
 from dflash_jax.config import DraftConfig
 from dflash_jax.errors import check
 from dflash_jax.parameters import Params
@@ -68,8 +68,7 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
 
 def _mesh(config: RunConfig) -> Mesh:
     """Lay out the devices of all processes."""
-    sizes = dataclasses.asdict(config.mesh)
-    sizes["fsdp"] = sizes["fsdp"] or max(jax.device_count() // (sizes["data"] * sizes["tensor"]), 1)
+    sizes = dataclasses.asdict(config.mesh.on(jax.device_count()))
     with about("--mesh.data, --mesh.fsdp, --mesh.tensor"):
         mesh = sharding.make_mesh(**sizes)
     groups = sharding.row_groups(mesh)
@@ -123,11 +122,13 @@ def _begin(
         bool((prepared.supervised[train_on] > 1).any()),
         f"--data {prepared.path}: no answer of two tokens or more to learn from; rows with longer ones are right",
     )
-    task = _task(config, target, draft, mesh, len(rows))
+    steps = config.train.steps or data.steps_of(len(rows), config.train.batch_size, config.train.epochs)
+    task = Task.of(config, target.config, draft, mesh, steps)
     mark = fingerprint(target.params)
     facts = {"target_weights": mark, "data": prepared.manifest["data_hash"], "draft": draft.to_hf()}
     together.by_first(lambda: record.write_or_compare(output, _resolved(config, task, target.source), facts))
-    weights, cache = target.params, None
+    taps, cache = draft.target_layer_ids, None
+    weights = reading.stack(mesh, target.config, taps, target.params, through=task.needs_teacher)
     if config.features.cache:
         cache = _cache(config, task, prepared, weights, mark)
         weights = {name: weights[name] for name in ("embedding", "head") if name in weights}
@@ -142,21 +143,6 @@ def _begin(
     held_out = data.packed(prepared, held, config.train.length, config.seed, cache)
     grounds = Grounds(config, task, weights, dataclasses.replace(rows, cache=cache), held_out)
     return grounds, first_state(task, params)
-
-
-def _task(config: RunConfig, target: LoadedTarget, draft: DraftConfig, mesh: Mesh, rows: int) -> Task:
-    return Task(
-        target=target.config,
-        draft=draft,
-        anchors=config.train.anchors,
-        loss=config.loss.name,
-        gamma=config.gamma,
-        dtype=config.train.dtype,
-        remat=config.train.remat,
-        optimizer=config.optimizer,
-        steps=config.train.steps or data.steps_of(rows, config.train.batch_size, config.train.epochs),
-        mesh=mesh,
-    )
 
 
 def _resolved(config: RunConfig, task: Task, target: str) -> RunConfig:
