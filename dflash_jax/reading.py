@@ -18,7 +18,7 @@ from dflash_jax.rope import angles
 from dflash_jax.target import Target, TargetLayer
 
 
-def segments(config: TargetConfig, taps: tuple[int, ...], through: bool) -> list[range]:
+def stacks(config: TargetConfig, taps: tuple[int, ...], through: bool) -> list[range]:
     """Return the layers that are run, cut after each tap and wherever a layer is of another kind than the one before.
 
     All of them if `through`; otherwise the last tap is the last one.
@@ -32,16 +32,16 @@ def segments(config: TargetConfig, taps: tuple[int, ...], through: bool) -> list
 def stack(
     mesh: Mesh | AbstractMesh, config: TargetConfig, taps: tuple[int, ...], params: dict[str, Any], through: bool
 ) -> dict[str, Any]:
-    """Return a target's parameters as `read` takes them: `segment_0`, …, each leaf with a first axis of layers.
+    """Return a target's parameters as `read` takes them: `stack_0`, …, each leaf with a first axis of layers.
 
     The layers are taken out of `params` one kind of weight at a time, so that memory never holds all of them twice.
     Layers that are not run are left out, and so is the final norm where nothing comes after it.
     """
     used = ("embedding", "head", *(("final_norm",) if through else ()))
     stacked = {name: params[name] for name in used if name in params}
-    for number, part in enumerate(segments(config, taps, through)):
+    for number, part in enumerate(stacks(config, taps, through)):
         layers = [params.pop(f"layers_{i}") for i in part]
-        stacked[f"segment_{number}"] = _stack_trees(mesh, layers, f"segment_{number}")
+        stacked[f"stack_{number}"] = _stack_trees(mesh, layers, f"stack_{number}")
     return stacked
 
 
@@ -70,14 +70,14 @@ def read(
     spots = masks.positions(jnp.zeros(tokens.shape[0], starts.dtype), tokens.shape[1]) - starts
     turns = {layer.rotary: angles(layer.rotary, config.head_dim, spots) for layer in config.layers}
     outputs = {}
-    for number, part in enumerate(segments(config, taps, through)):
+    for number, part in enumerate(stacks(config, taps, through)):
         kind = config.layers[part.start]
         layer = TargetLayer(config, kind)
 
         def run(x: Any, weights: dict[str, Any], layer: TargetLayer = layer) -> tuple[Any, None]:
             return layer.apply({"params": weights}, x, turns[layer.layer.rotary], starts, method="over_row"), None
 
-        x, _ = jax.lax.scan(run, x, params[f"segment_{number}"])
+        x, _ = jax.lax.scan(run, x, params[f"stack_{number}"])
         outputs[part.stop - 1] = x
     features = jnp.concatenate([outputs[i] for i in taps], axis=-1)
     if not through:

@@ -87,12 +87,12 @@ def check_mesh(mesh: Mesh | AbstractMesh, config: TransformerConfig) -> None:
 
 
 def parameter_spec(path: str) -> PartitionSpec:
-    """Return what a parameter's axes are split over. A segment's are those of its layers, after the axis of layers.
+    """Return what a parameter's axes are split over. A stack's are those of its layers, after the axis of layers.
 
     Raises:
         ValueError: no rule is for this path, or more than one is.
     """
-    if path.startswith("segment_"):
+    if path.startswith("stack_"):
         return PartitionSpec(None, *parameter_spec(f"layers_0/{path.partition('/')[2]}"))
     found = [spec for pattern, spec in RULES.items() if re.fullmatch(pattern, path)]
     if len(found) != 1:

@@ -1,12 +1,13 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflash_jax import presets
-from dflash_jax.layers import Mlp, RMSNorm
+from dflash_jax.layers import Linear, Mlp, RMSNorm
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -50,3 +51,29 @@ def test_the_mlp_gates_with_silu():
     expected = (gate / (1 + np.exp(-gate)) * (x @ kernels["up"])) @ kernels["down"]
     ours: Any = Mlp(config).apply({"params": params}, jnp.asarray(x, jnp.float32))
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_gradients_of_weights_are_added_up_in_float32(use_bias):
+    """Rows of bfloat16 on several devices are added in the dtype of the sum: JAX's own rule would round each part."""
+    rng = np.random.default_rng(0)
+    x, pull = (jnp.asarray(rng.normal(size=(4, 50, size)), jnp.bfloat16) for size in (8, 6))
+    params = {"kernel": jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)}
+    params |= {"bias": jnp.asarray(rng.normal(size=6), jnp.float32)} if use_bias else {}
+    layer: Any = Linear(6, use_bias=use_bias)
+    y, back = jax.vjp(lambda params, x: layer.apply({"params": params}, x), params, x)
+    gradients, d_x = back(pull)
+    assert y.dtype == d_x.dtype == jnp.bfloat16
+    wide, wide_pull = np.asarray(x, np.float64).reshape(-1, 8), np.asarray(pull, np.float64).reshape(-1, 6)
+    exact = {"kernel": wide.T @ wide_pull} | ({"bias": wide_pull.sum(axis=0)} if use_bias else {})
+    for name, gradient in gradients.items():
+        assert gradient.dtype == jnp.float32
+        np.testing.assert_allclose(gradient, exact[name], rtol=1e-5, atol=1e-4)  # bfloat16 is off by up to 0.1
+
+
+def test_gradients_of_a_norms_scale_are_added_up_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(200, 5)), jnp.bfloat16)
+    scale = jnp.ones(5, jnp.float32)
+    gradient = jax.grad(lambda scale: RMSNorm(1e-6).apply({"params": {"scale": scale}}, x).sum())(scale)  # type: ignore[union-attr]
+    normed: Any = RMSNorm(1e-6).apply({"params": {"scale": scale}}, x)
+    np.testing.assert_allclose(gradient, np.asarray(normed, np.float64).sum(axis=0), rtol=1e-5, atol=1e-5)

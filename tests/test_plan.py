@@ -150,7 +150,7 @@ def test_the_step_of_a_run_is_compiled_from_shapes(cached):
     kinds = found["bytes_per_chip"]
     assert kinds["draft"] == sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
     assert kinds["moments"] == 2 * kinds["draft"] + 2 * 4  # and two counts
-    assert ("segment_0" in weights) is not cached
+    assert ("stack_0" in weights) is not cached
     assert (batch.features is None) is not cached
     assert found["needed_bytes"] == sum(kinds.values())
     assert found["flops_per_chip"] > 0

@@ -25,7 +25,7 @@ TARGET, DRAFT = tiny.TARGET, tiny.DRAFT
 T, GAMMA, M, S = DRAFT.block_size, 4.0, 6, 40
 NO_SIGNAL = jnp.zeros(1, jnp.int32)
 TARGET_PARAMS, DRAFT_PARAMS = random_params(TARGET, 0), random_params(DRAFT, 1)
-# Layers one by one, as the oracle takes them, and in segments.
+# Layers one by one, as the oracle takes them, and in stacks.
 TARGET_PARAMS |= stack(
     sharding.make_mesh(), TARGET, DRAFT.target_layer_ids, jax.tree.map(jnp.array, TARGET_PARAMS), through=True
 )

@@ -1,0 +1,36 @@
+"""Plans of published sizes, with the compilers of TPUs and GPUs; some minutes each."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dflash_jax.errors import UserError
+from training import machines, plan
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "more"),
+    [
+        ("qwen3-8b", "v5p-64", ["--train.batch-size", "32"]),
+        ("qwen3-4b", "h100-8", []),
+        ("qwen3-0.6b", "v5e-4", ["--train.batch-size", "4"]),
+    ],
+)
+def test_a_plan_of_a_published_size_fits(preset, name, more):
+    try:
+        plan.check_packages(machines.find(name))
+    except UserError as missing:
+        pytest.skip(str(missing))
+    command = [sys.executable, "-m", "training.run", preset, "--plan", name, "--json", *more]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["fits"]
+    assert 0 < found["needed_bytes_per_chip"] < found["hbm_bytes_per_chip"]
+    assert found["mesh"]["fsdp"] == found["chips"]
+    largest = max(exchange["bytes"] for exchange in found["exchanges"].values())
+    assert largest < 16 * 2**30
+    if machines.find(name).chip.platform == machines.TPU:
+        assert 0.05 < found["share_of_peak"] < 1
