@@ -55,13 +55,13 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
         sys.stdout.flush()
         status = 0
     except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        tell_fault(error)
         status = 2
     except KeyboardInterrupt:
-        _leave(128 + signal.SIGINT)
+        leave(128 + signal.SIGINT)
     except SystemExit as ended:
         if ended.code == 128 + signal.SIGTERM:
-            _leave(128 + signal.SIGTERM)
+            leave(128 + signal.SIGTERM)
         raise
     except BrokenPipeError:
         _discard_output()
@@ -84,8 +84,13 @@ def _silence_libraries() -> None:
     logging.getLogger("jax").setLevel(logging.ERROR)
 
 
-def _leave(status: int) -> NoReturn:
-    """End the process now: an interpreter that ends under threads that compile or read can crash."""
+def tell_fault(error: UserError) -> None:
+    """Print the one line of a user's fault."""
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process now: an interpreter that ends under threads that compile, read or wait can crash or hang."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

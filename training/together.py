@@ -1,13 +1,15 @@
 """What the processes of one run do together: the first one writes, the others wait, and where it fails all end."""
 
-from collections.abc import Callable
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from convert import processes
+from convert import cli, processes
 from dflash_jax.errors import UserError
 
 
@@ -17,11 +19,11 @@ def by_first(do: Callable[[], Any]) -> None:
     Raises:
         UserError: it did not work; the first process says why.
     """
-    fault = None
+    fault: Exception | None = None
     if processes.first():
         try:
             do()
-        except UserError as error:
+        except Exception as error:  # whatever it is, the others must not wait for ever
             fault = error
     failed = processes.agree(fault is not None)
     if fault is not None:
@@ -33,3 +35,21 @@ def by_first(do: Callable[[], Any]) -> None:
 def whole(array: jax.Array) -> np.ndarray:
     """Return an array that lies on the devices of several processes, in each of them; all must ask for it."""
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+@contextlib.contextmanager
+def none_left_waiting() -> Iterator[None]:
+    """End this process at once where it fails while others compute with it.
+
+    Python's way out waits for the other processes, which wait for this one. Once it is gone, jax ends them.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        if isinstance(error, UserError):
+            cli.tell_fault(error)
+            cli.leave(2)
+        traceback.print_exc()
+        cli.leave(1)
