@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 PATIENCE = 600  # seconds
+# Most of the time of these tests is compiling.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def environment(devices, **more):
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false {QUICK}"
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | more
 
 
