@@ -55,15 +55,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             fault = stub.faults.popleft() if stub.faults else None
             stub.busy += 1
             stub.busiest = max(stub.busiest, stub.busy)
-        with contextlib.suppress(OSError):  # a client that was killed does not listen
-            if fault == "hang up":
-                self.connection.close()
-            elif fault:
-                self.reply(*fault)
-            else:
-                self.reply(200, {"choices": [stub.choice(body)]})
+        says = fault or (200, {"choices": [stub.choice(body)]})
         with stub.lock:
-            stub.busy -= 1
+            stub.busy -= 1  # before the client hears, who may ask again at once
+        with contextlib.suppress(OSError):  # a client that was killed does not listen
+            if says == "hang up":
+                self.connection.close()
+            else:
+                self.reply(*says)
 
     def reply(self, status, value, headers=()):
         content = value if isinstance(value, bytes) else json.dumps(value).encode()

@@ -29,7 +29,9 @@ TARGET_PARAMS, DRAFT_PARAMS = random_params(TARGET, 0), random_params(DRAFT, 1)
 TARGET_PARAMS |= stack(
     sharding.make_mesh(), TARGET, DRAFT.target_layer_ids, jax.tree.map(jnp.array, TARGET_PARAMS), through=True
 )
-TASK = Task(TARGET, DRAFT, M, "decay", GAMMA, "float32", False, OptimizerConfig(learning_rate=1e-2), 30, sharding.make_mesh())
+TASK = Task(
+    TARGET, DRAFT, M, "decay", GAMMA, "float32", False, OptimizerConfig(learning_rate=1e-2), 30, sharding.make_mesh()
+)
 
 
 @pytest.fixture(autouse=True)
