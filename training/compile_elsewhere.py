@@ -120,8 +120,11 @@ def describe(config: RunConfig, target: TargetConfig, mesh: Mesh) -> tuple[Task,
     if config.features.cache:
         weights = {name: weights[name] for name in ("embedding", "head") if name in weights}
     if size := config.loss.vocabulary:
-        part = {"head": _shape((target.hidden_size, size)), "rows": _shape((target.vocab_size,), jnp.int32)}
-        weights[SCORED] = _placed(mesh, {SCORED: part}, None)[SCORED]
+        part = {
+            "head": _shape((target.hidden_size, size), jnp.dtype(task.dtype)),
+            "rows": _shape((target.vocab_size,), jnp.int32),
+        }
+        weights[SCORED] = _placed(mesh, {SCORED: part})[SCORED]
     params = parameters.shapes(draft)
     moments = jax.eval_shape(optimizer.build(task.optimizer, task.steps).init, params)
     state = TrainState(_shape((), jnp.int32, mesh), _placed(mesh, params), _placed(mesh, moments))
@@ -148,7 +151,7 @@ def _signals(mesh: Mesh) -> Any:
     return jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=NamedSharding(mesh, sharding.EVERY_DEVICE))
 
 
-def _shape(shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Any:
+def _shape(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None = None) -> Any:
     where = NamedSharding(mesh, sharding.WHOLE) if mesh else None
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
