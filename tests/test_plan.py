@@ -54,6 +54,7 @@ def test_meshes_take_all_chips_and_divide_rows_and_heads():
     assert meshes("qwen3-8b", "v6e-8")[:3] == [(1, 8, 1), (2, 4, 1), (1, 4, 2)]
     assert meshes("qwen3-8b", "v5p-64") == [(1, 8, 4), (2, 4, 4), (1, 4, 8), (2, 2, 8)]  # 8 rows, 8 heads
     assert meshes("qwen3-8b", "v5p-64", train__batch_size=32)[0] == (1, 32, 1)
+    assert meshes("qwen3-8b", "v6e-8", loss__vocabulary=1001) == meshes("qwen3-8b", "v6e-8")[:2]
     assert meshes("qwen3-8b", "v5e-256") == []
 
 
@@ -79,6 +80,13 @@ def test_no_mesh_for_the_rows_is_told(monkeypatch):
     monkeypatch.setattr(plan, "check_packages", lambda machine: None)
     with pytest.raises(UserError, match=r"^--train.batch-size: 8 rows suit no mesh of 256 chips with up to 8 of them"):
         plan.make(PRESETS["qwen3-8b"], None, "v5e-256")
+
+
+@pytest.mark.parametrize(("mesh", "size"), [(None, 200_000), (MeshConfig(1, 4, 2), 4095)], ids=["large", "uneven"])
+def test_a_part_of_the_vocabulary_that_cannot_be_is_told(monkeypatch, mesh, size):
+    monkeypatch.setattr(plan, "check_packages", lambda machine: None)
+    with pytest.raises(UserError, match=rf"^--loss.vocabulary: {size}[ ,][^\n]* is right$"):
+        plan.make(runs.changed(PRESETS["qwen3-8b"], loss__vocabulary=size), mesh, "v6e-8")
 
 
 def test_a_mesh_that_is_given_is_the_one(monkeypatch, capsys):

@@ -87,7 +87,7 @@ def test_the_part_is_columns_of_the_head_and_says_where_each_token_is(rows, caps
 )
 def test_a_part_that_cannot_be_is_refused(size, tensor, told):
     with pytest.raises(UserError) as caught:
-        scored.check_size(size, tiny.TARGET, jax.sharding.AbstractMesh((1, 1, tensor), sharding.AXES))
+        scored.check_size(size, tiny.TARGET, tensor)
     assert str(caught.value) == f"--loss.vocabulary: {told}"
 
 

@@ -8,15 +8,20 @@ import time
 import numpy as np
 import pytest
 
+from dflash_jax import sharding
+from dflash_jax.anchors import candidates
 from tests import processes, runs, train_mesh_worker
 from tests.train_mesh_worker import MIDDLE
+from training import data
+from training.packing import hold_out
+from training.prepared import open_prepared
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     directory = tmp_path_factory.mktemp("mesh")
     runs.write_target(directory / "target")
-    runs.write_prepared(directory / "prepared")
+    runs.write_prepared(directory / "prepared", unsupervised=20)  # in some batches, all that one process has
     return directory
 
 
@@ -51,7 +56,7 @@ def assert_close(output, other):
     ours, theirs = runs.metrics(output), runs.metrics(other)
     assert [line["step"] for line in ours] == list(range(1, runs.STEPS + 1))
     for name in ("loss", "grad_norm", "evaluation_loss"):
-        pairs = [(one[name], two[name]) for one, two in zip(ours, theirs, strict=True) if name in one]
+        pairs = [(one[name], two[name]) for one, two in zip(ours, theirs, strict=True) if one.get(name) is not None]
         one, other = np.array(pairs).T
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
 
@@ -63,6 +68,19 @@ def test_eight_devices_train_as_one_does(base, found):
 def test_two_processes_train_as_one_does(base, found, pair):
     assert_close(pair, base / "one")
     assert runs.checkpoints(pair) == [5, 10, 15, 20]
+    halves = [(rows[:2].any(), rows[2:].any()) for rows in anchored(base)]
+    assert (False, True) in halves  # the first process is without an anchor, and keeps step
+    assert (True, False) in halves
+
+
+def anchored(base):
+    """Which rows of each batch have an anchor."""
+    prepared, config = open_prepared(base / "prepared"), train_mesh_worker.CONFIG
+    train_on, _ = hold_out(prepared.lines, config.evaluation.rows, config.seed)
+    rows = data.packed(prepared, train_on, config.train.length, config.seed)
+    batches = data.batches(rows, config.train.batch_size, config.seed, sharding.make_mesh())
+    contents = [next(batches).contents for _ in range(runs.STEPS)]
+    return [np.asarray(candidates(one["supervised"], one["starts"])).any(axis=1) for one in contents]
 
 
 def test_the_state_is_spread(found):

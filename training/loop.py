@@ -73,13 +73,14 @@ class Loop:
             batches.set_state(position)
             tell(f"going on after step {first}")
         tell("compiling")
+        seed = sharding.put(task.mesh, sharding.WHOLE, np.uint32(config.seed))
         example = data.in_order(self._grounds.rows, 0, config.train.batch_size, task.mesh)
-        take = train_step.lower(task, target, state, *self._inputs(example)).compile()
+        take = train_step.lower(task, target, state, *self._inputs(example, seed)).compile()
         self._since = time.perf_counter()
         with self._logging(first) as log, self._noticing_signals():
             for step in range(first + 1, task.steps + 1):
                 batch = next(batches)
-                state, report = take(target, state, *self._inputs(batch))
+                state, report = take(target, state, *self._inputs(batch, seed))
                 self._look()
                 self._waiting = step, batch, report
                 self._leave_behind(log, step, state, batches.get_state())
@@ -91,10 +92,9 @@ class Loop:
             raise SystemExit(0 if self._stop == signal.SIGTERM else 128 + self._stop)
         return state
 
-    def _inputs(self, batch: Drawn) -> tuple[Batch, jax.Array, jax.Array]:
+    def _inputs(self, batch: Drawn, seed: jax.Array) -> tuple[Batch, jax.Array, jax.Array]:
         """Put on the devices what a step takes beside the state."""
         mesh = self._grounds.task.mesh
-        seed = sharding.put(mesh, sharding.WHOLE, np.uint32(self._grounds.config.seed))
         where = NamedSharding(mesh, sharding.EVERY_DEVICE)
         mine = np.full(1, self._signal, np.int32)
         signals = jax.make_array_from_callback((mesh.size,), where, lambda _: mine)

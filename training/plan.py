@@ -21,7 +21,7 @@ from convert.sources import open_source
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import UserError, check
 from dflash_jax.presets import TARGETS
-from training import machines
+from training import machines, scored
 from training.config import MeshConfig, RunConfig
 from training.machines import GIB, Machine
 from training.presets import PRESETS
@@ -95,12 +95,14 @@ def make(config: RunConfig, asked: MeshConfig | None, name: str) -> list[Plan]:
         The plans, first the one that fits, if any, then the others, from the one that needs least.
 
     Raises:
-        UserError: an unknown machine, packages that are missing, a target that cannot be found, or no mesh that divides
-            rows and heads.
+        UserError: an unknown machine, packages that are missing, a target that cannot be found, a `--loss.vocabulary`
+            that is none of it, or no mesh that divides rows and heads.
     """
     machine = machines.find(name)
     check_packages(machine)
     target = _target(config)
+    if config.loss.vocabulary is not None:
+        scored.check_size(config.loss.vocabulary, target, asked.tensor if asked else 1)
     meshes = [asked] if asked else list(candidates(config, target, machine))[:MOST_MESHES]
     check(
         bool(meshes),
@@ -121,6 +123,8 @@ def candidates(config: RunConfig, target: TargetConfig, machine: Machine) -> Ite
     for tensor in (2**i for i in range(machine.chips.bit_length())):
         groups, left = divmod(machine.chips, tensor)
         if left or target.num_kv_heads % tensor or config.train.batch_size % groups:
+            continue
+        if (config.loss.vocabulary or 0) % tensor:
             continue
         for data in (1, 2):
             if groups % data == 0 and target.hidden_size % (groups // data) == 0:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import grain
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from convert.progress import show, tell
@@ -24,13 +24,13 @@ from training.step import SCORED, Task
 COUNTED = 1024  # documents at a time
 
 
-def check_size(size: int, target: TargetConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Refuse a part that is larger than the vocabulary, or that the mesh would split unevenly.
+def check_size(size: int, target: TargetConfig, parts: int) -> None:
+    """Refuse a part that is larger than the vocabulary, or that the tensor axis, of so many parts, splits unevenly.
 
     Raises:
         UserError: naming the flag.
     """
-    most, parts = target.vocab_size, mesh.shape["tensor"]
+    most = target.vocab_size
     check(size <= most, f"--loss.vocabulary: {size}, and the target has {most} tokens; {most} or fewer is right")
     check(
         size % parts == 0,

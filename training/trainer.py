@@ -100,7 +100,7 @@ def _load_target(config: RunConfig, prepared: Prepared, mesh: Mesh) -> LoadedTar
     with about("--mesh.fsdp, --mesh.tensor"):
         sharding.check_mesh(mesh, shape)
     if config.loss.vocabulary is not None:
-        scored.check_size(config.loss.vocabulary, shape, mesh)
+        scored.check_size(config.loss.vocabulary, shape, mesh.shape["tensor"])
     record.check_tokenizer(prepared, source)
     place = functools.partial(sharding.place, mesh)
     target = load_target(name, config.train.dtype, place=place, watch=progress.show)
