@@ -40,6 +40,7 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run a command's `main` with the process's arguments, and exit: 0 done, 2 the user's fault, in one line.
 
+    A fault that may be gone when the same is tried again has status 75, `EX_TEMPFAIL` of sysexits.h.
     An interrupt, a termination and a closed pipe end the process with the status a shell gives them, 128 + signal.
     """
     signal.signal(signal.SIGTERM, _terminate)
@@ -56,7 +57,7 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
         status = 0
     except UserError as error:
         tell_fault(error)
-        status = 2
+        status = error.status
     except KeyboardInterrupt:
         leave(128 + signal.SIGINT)
     except SystemExit as ended:

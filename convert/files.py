@@ -10,9 +10,9 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from dflash_jax.errors import UserError, check
+from dflash_jax.errors import NotNowError, UserError, check
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def about(file: Path | str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+        raise type(error)(f"{file}: {error}") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from error
 
@@ -116,14 +116,30 @@ def locked(file: Path) -> Iterator[None]:
     """Keep other processes from doing the same, for as long as this one lives at most.
 
     Raises:
-        UserError: another one does it.
+        NotNowError: another one does it.
+        UserError: it cannot be locked.
     """
-    with file.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError("another run is in it; waiting for that, or another name, is right") from error
+    with file.open("w") as opened:
+        lock(opened, "another run is in it; waiting for that, or another name, is right")
         yield
+
+
+def lock(opened: IO[Any], taken: str) -> None:
+    """Lock an open file until it is closed.
+
+    Raises:
+        NotNowError: another process has it, in the words of `taken`.
+        UserError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise NotNowError(taken) from error
+    except OSError as error:
+        raise UserError(
+            f"{opened.name}: cannot be locked ({error.strerror}); a file system that has locks, or mounting it with "
+            "them, is right"
+        ) from error
 
 
 def check_room(directory: Path, needed: int) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from convert import names, weights
-from convert.files import about_values
+from convert import hub, names, weights
+from convert.files import about_values, read_json
 from convert.gguf_file import GgufSource
 from convert.progress import Watch, quiet
-from convert.sources import Source, open_source
+from convert.sources import Source, is_hub_id, open_source
 from convert.trees import nest
 from dflash_jax.config import DraftConfig, TargetConfig, is_draft
 from dflash_jax.errors import UserError
@@ -86,6 +86,19 @@ def target_config(source: Source) -> TargetConfig:
     """Read a source's config as a target's."""
     with about_values(source.config_name):
         return TargetConfig.from_hf(source.hf_config)
+
+
+def target_config_of(name: str) -> TargetConfig:
+    """Read a target's config by its path or hub id; of a hub model nothing else is fetched.
+
+    Raises:
+        UserError: nothing there, or no target.
+    """
+    if not is_hub_id(name):
+        return target_config(open_source(name))
+    file = hub.fetch(name, ["config.json"]) / "config.json"
+    with about_values(file):
+        return TargetConfig.from_hf(read_json(file))
 
 
 def draft_config(source: Source) -> DraftConfig:

@@ -14,18 +14,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from convert import progress
-from dflash_jax.errors import UserError, check
+from dflash_jax.errors import NotNowError, UserError, check
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # Set by GKE and by whoever else knows the hosts of a TPU slice; a list of one says that there are no others.
 TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 # Set by launchers to how many processes or slices they started, or to a list of hosts; jax finds the rest by itself.
-LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", *TPU_HOSTS, "MEGASCALE_NUM_SLICES")
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", *TPU_HOSTS, "MEGASCALE_NUM_SLICES")
 NODES, NODE, NODE_IPS = "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
 PORT = os.environ.get("JAX_COORDINATOR_PORT", "8482")  # as jax has it on TPUs
 # jax sets it when it is imported where no TPU is; elsewhere users set it.
 NO_METADATA = "TPU_SKIP_MDS_QUERY"
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 METADATA_TRIES, METADATA_SECONDS = 3, 5
+# Seconds for all to be there: a machine that replaces another may have an image to fetch.
+PATIENCE = 1800
 
 
 class _Others(NamedTuple):
@@ -44,15 +47,18 @@ def join() -> None:
     launcher's variables do, or, on a TPU VM, the metadata of its slice.
 
     Raises:
-        UserError: a variable is missing or no number, or the processes do not find one another.
+        UserError: a variable is missing or no number.
+        NotNowError: the processes do not find one another.
     """
     others = _told() or _launched() or _on_tpu_slice() or _on_skypilot()
     if others is None:
         return
+    # It would take SIGTERM for itself, and only note it; training has a way of its own.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(others.first, others.processes, others.this)
+        jax.distributed.initialize(others.first, others.processes, others.this, initialization_timeout=PATIENCE)
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"{others.source}: the processes did not find one another ({error})") from error
+        raise NotNowError(f"{others.source}: the processes did not find one another ({error}){_proxies()}") from error
     _silence_libraries()
     if not first():
         progress.hush()
@@ -66,6 +72,12 @@ def first() -> bool:
 def agree(number: int) -> int:
     """Return the first process's number in all of them."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else number
+
+
+def _proxies() -> str:
+    """Return what to add to a fault where a proxy may be in the way; jax's own warning is not shown."""
+    names = ", ".join(sorted(name for name in os.environ if name.lower() in PROXIES))
+    return f"; {names} may stand between them: unset, or with the hosts in no_proxy, is right" if names else ""
 
 
 def _told() -> _Others | None:
@@ -126,7 +138,7 @@ def _metadata(key: str) -> str:
             if isinstance(getattr(error, "reason", None), socket.gaierror):
                 return ""
             reason = error
-    raise UserError(
+    raise NotNowError(
         f"{host}: does not say which hosts this TPU has ({reason}); {NO_METADATA}=1 is right where it is alone"
     )
 

@@ -58,15 +58,18 @@ def check_outside(source: Source, destination: Path) -> None:
     check(not inside, f"{destination}: lies in the Flax checkpoint that is read; a path outside it is right")
 
 
+def is_hub_id(name: str) -> bool:
+    """Say whether a name means a hub model: it looks like one, and no such path is there."""
+    return not os.path.lexists(name) and bool(HUB_ID.fullmatch(name)) and Path(name).suffix != ".gguf"
+
+
 def open_source(name: str) -> Source:
     """Open a checkpoint by its path or hub id, and read its headers.
 
     Raises:
         UserError: nothing there, or nothing that is a checkpoint.
     """
-    path = Path(name)
-    if not os.path.lexists(path) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        path = hub.fetch(name)
+    path = hub.fetch(name) if is_hub_id(name) else Path(name)
     with about(name):  # a name that is too long, a directory that may not be entered
         check(path.exists(), "no such file or directory, and not a hub id (owner/name)")
         is_directory = path.is_dir()

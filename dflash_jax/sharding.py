@@ -6,6 +6,7 @@
 Training traces its programs under the mesh (`traced_on`), and there the models say how what they compute lies.
 """
 
+import collections
 import contextlib
 import math
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.config import TransformerConfig
@@ -44,7 +46,8 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
     """Return a mesh over the first data * fsdp * tensor devices, of all processes unless they are given.
 
     Raises:
-        UserError: a size below 1, fewer devices than it takes, or a process that none of them belongs to.
+        UserError: a size below 1, fewer devices than it takes, a process that none of them belongs to, or slices that
+            data and fsdp cannot be split over.
     """
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     for name, size in sizes.items():
@@ -62,9 +65,28 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
         f"mesh: {needed} of {len(there)} devices leave process {min(idle, default=0)} without one; "
         f"sizes that make {len(there)} are right",
     )
-    # Of a TPU slice it puts neighbours of the torus side by side.
-    types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=types, devices=there[:needed])
+    laid_out = _laid_out(data, fsdp, tensor, there[:needed])
+    return Mesh(laid_out, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _laid_out(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> np.ndarray:
+    """Lay devices out, neighbours of a TPU slice's torus side by side.
+
+    Several slices, which nodes of GPUs are to jax as well, are told apart by data first and then by fsdp.
+    """
+    sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+    slices = len(sizes)
+    by_data = math.gcd(data, slices)
+    by_fsdp = slices // by_data
+    check(
+        fsdp % by_fsdp == 0 and len(set(sizes.values())) == 1,
+        f"mesh: data={data}, fsdp={fsdp} over {slices} slices of TPUs, or nodes of GPUs; a multiple of {slices} for "
+        "data, or for both together, is right",
+    )
+    within = (data // by_data, fsdp // by_fsdp, tensor)
+    if slices == 1:
+        return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(within, (by_data, by_fsdp, 1), devices, allow_split_physical_axes=True)
 
 
 def check_mesh(mesh: Mesh | AbstractMesh, config: TransformerConfig) -> None:

@@ -1,7 +1,6 @@
 """Answers as JSON, an object a line: to standard output, or to a file that a later run goes on with."""
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.files import lock
 from dflash_jax.errors import UserError, check
 from inference.engine import Generation
 from inference.text import text_of
@@ -66,10 +66,7 @@ def open_results(path: str, *, resume: bool) -> Iterator["ResultsFile"]:
             new or resume,
             f"--output {path}: there already; --resume goes on with it, another name starts anew",
         )
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"--output {path}: another run is writing it; waiting for that is right") from error
+        lock(file, f"--output {path}: another run is writing it; waiting for that is right")
         try:
             yield ResultsFile(path, file, new=new)
         finally:

@@ -4,7 +4,7 @@
 stopped=0
 "$@" & child=$!
 trap 'stopped=143; kill -TERM "$child" 2>/dev/null' TERM
-trap 'kill -INT "$child" 2>/dev/null' INT
+trap : INT  # a terminal sends it to both
 # A trap ends `wait`, but not the command.
 while wait "$child"; status=$?; kill -0 "$child" 2>/dev/null; do :; done
 [ "$status" -ne 0 ] || status=$stopped

@@ -1,11 +1,17 @@
 """Strictness that every test runs under, and what several of them share."""
 
+import os
 import signal
 from collections.abc import Iterator
 
 import jax
 import pytest
 from hypothesis import settings
+
+from tests import processes
+
+# Read when jax first compiles; programs that tests start inherit it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {processes.QUICK}"
 
 # A vector added to a matrix is usually a forgotten axis.
 jax.config.update("jax_numpy_rank_promotion", "raise")

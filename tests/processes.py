@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 PATIENCE = 600  # seconds
-# Most of the time of these tests is compiling.
+# Most of the time of tests is compiling.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
@@ -15,8 +15,8 @@ def environment(devices, **more):
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | more
 
 
-def start(count, devices, *arguments):
-    """Start a module in so many processes."""
+def start(count, devices, *arguments, last=()):
+    """Start a module in so many processes; the last one has arguments of its own, too."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -29,7 +29,7 @@ def start(count, devices, *arguments):
         }
         running.append(
             subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [sys.executable, "-m", *arguments, *(last if index == count - 1 else ())],
                 env=environment(devices, **(several if count > 1 else {})),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -45,6 +45,6 @@ def end(running):
     return [process.returncode for process in running], [out for out, _ in told], [err for _, err in told]
 
 
-def run(count, devices, *arguments):
+def run(count, devices, *arguments, last=()):
     """Start, and wait for the end."""
-    return end(start(count, devices, *arguments))
+    return end(start(count, devices, *arguments, last=last))

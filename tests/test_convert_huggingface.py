@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import convert
-from convert import hub, names
+from convert import hub, load, names
 from convert.weights import row_blocks
 from dflash_jax.config import DraftConfig
+from tests import tiny
 from tests.checkpoints import (
     DRAFT_CONFIG,
     draft_tensors,
@@ -359,6 +360,19 @@ def test_a_hub_id_loads_from_what_is_fetched_and_neither_pickles_nor_code_are(mo
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
     assert convert.load_draft("owner/name", None).config.block_size == 4
     assert not [p for p in asked["owner/name"]["allow_patterns"] if p.endswith(("bin", "pt", "py", "*"))]
+
+
+def test_of_a_target_on_the_hub_its_config_alone_can_be_had(monkeypatch, tmp_path):
+    asked = []
+
+    def snapshot(name: str, **patterns: Any) -> str:
+        asked.append((name, patterns["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.TARGET.to_hf()))
+    assert load.target_config_of("owner/name").hidden_size == tiny.TARGET.hidden_size
+    assert asked == [("owner/name", ["config.json"])]
 
 
 def test_a_path_wins_over_a_hub_id(monkeypatch, tmp_path):

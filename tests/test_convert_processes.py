@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from convert import processes
-from dflash_jax.errors import UserError
+from dflash_jax.errors import NotNowError, UserError
 
 ALL = (
     processes.ADDRESS,
@@ -27,7 +27,7 @@ ALL = (
 def started(monkeypatch):
     """Start with no word of other processes; record what jax is told of them."""
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
     monkeypatch.setattr(processes, "_silence_libraries", lambda: None)
     for name in ALL:
         monkeypatch.delenv(name, raising=False)
@@ -66,7 +66,7 @@ def metadata(monkeypatch):
 
 
 def test_alone_there_is_nobody_to_find(started, monkeypatch):
-    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
     monkeypatch.setenv("SKYPILOT_NUM_NODES", "1")
     processes.join()
@@ -76,7 +76,7 @@ def test_alone_there_is_nobody_to_find(started, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("SLURM_NTASKS", "4"),
+        ("SLURM_STEP_NUM_TASKS", "4"),
         ("OMPI_COMM_WORLD_SIZE", "2"),
         ("TPU_WORKER_HOSTNAMES", "a,b"),
         ("TPU_PROCESS_ADDRESSES", "a:8476,b:8476"),
@@ -235,10 +235,16 @@ def test_an_address_has_a_port(started, monkeypatch):
 
 
 def test_processes_that_do_not_meet_are_told_in_a_line(started, monkeypatch):
-    def fail(*arguments):
+    def fail(*arguments, **settings):
         raise RuntimeError("DEADLINE_EXCEEDED")
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
-    monkeypatch.setenv("SLURM_NTASKS", "2")
-    with pytest.raises(UserError, match=r"^SLURM_NTASKS: the processes did not find one another \(DEADLINE_EXCEEDED"):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    with pytest.raises(NotNowError) as caught:
         processes.join()
+    assert str(caught.value) == (
+        "SLURM_STEP_NUM_TASKS: the processes did not find one another (DEADLINE_EXCEEDED); HTTPS_PROXY may stand "
+        "between them: unset, or with the hosts in no_proxy, is right"
+    )
+    assert caught.value.status == 75

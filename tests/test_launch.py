@@ -1,5 +1,6 @@
 """Every file of launch/ is read as its launcher would, and the command in it as training.run would."""
 
+import itertools
 import math
 import re
 import shlex
@@ -7,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from dflash_jax.errors import UserError
+from dflash_jax import sharding
+from dflash_jax.errors import NotNowError, UserError
 from training import flags, run
 from training.presets import PRESETS
 
@@ -60,6 +64,60 @@ def test_each_file_runs_one_command_on_all_of_its_devices(file):
     config = settings(arguments)
     assert devices(config) == DEVICES[file]
     assert config.train.batch_size % (config.mesh.data * config.mesh.fsdp) == 0
+
+
+def described(kind, platform, counts, slices=1):
+    """Devices as their platform describes them: a TPU's by where it lies in the torus."""
+    places = list(itertools.product(*map(range, reversed(counts))))
+    return [
+        types.SimpleNamespace(
+            id=i + len(places) * one,
+            process_index=(i + len(places) * one) // 4,
+            device_kind=kind,
+            platform=platform,
+            coords=place[::-1],
+            core_on_chip=0,
+            slice_index=one,
+        )
+        for one in range(slices)
+        for i, place in enumerate(places)
+    ]
+
+
+TORUS = described("TPU v6 lite", "tpu", (4, 4, 1))
+CUBE = described("TPU v5p", "tpu", (2, 4, 4))
+NODES = described("NVIDIA H100", "gpu", (8,), slices=2)
+
+
+@pytest.mark.parametrize(
+    ("file", "there"),
+    [*((file, TORUS) for file in DEVICES if file != "slurm.sbatch"), ("slurm.sbatch", NODES), ("sky.yaml", NODES)],
+)
+def test_the_mesh_of_a_file_can_be_laid_out_on_its_machine(file, there):
+    [arguments] = commands((LAUNCH / file).read_text())
+    mesh = settings(arguments).mesh
+    laid_out = sharding._laid_out(mesh.data, mesh.fsdp, mesh.tensor, there)
+    assert laid_out.shape == (2, 8, 1)
+    assert {device.id for device in laid_out.flat} == set(range(16))
+    assert [{device.slice_index for device in group.flat} for group in laid_out] in ([{0}, {0}], [{0}, {1}])
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 4), (2, 4, 4), (1, 4, 8), (2, 2, 8), (32, 1, 1), (1, 32, 1)])
+def test_every_mesh_of_a_slice_can_be_laid_out(sizes):
+    assert sharding._laid_out(*sizes, devices=CUBE).shape == sizes
+
+
+@pytest.mark.parametrize(("sizes", "split"), [((1, 16, 1), 1), ((2, 8, 1), 0), ((4, 2, 2), 0)])
+def test_slices_are_told_apart_by_data_and_then_by_fsdp(sizes, split):
+    laid_out = np.moveaxis(sharding._laid_out(*sizes, devices=NODES), split, 0)
+    assert [{device.slice_index for device in part.flat} for part in np.split(laid_out, 2)] == [{0}, {1}]
+
+
+def test_slices_that_would_be_cut_are_refused():
+    with pytest.raises(UserError, match=r"^mesh: data=1, fsdp=1 over 2 slices of TPUs, or nodes of GPUs; a multiple"):
+        sharding._laid_out(1, 1, 16, NODES)
+    with pytest.raises(UserError, match="over 2 slices"):
+        sharding._laid_out(2, 6, 1, NODES[:12])
 
 
 def test_no_file_is_left_out():
@@ -110,7 +168,8 @@ def test_the_slice_of_gke_has_as_many_chips_as_its_topology():
 
 def test_skypilot_replaces_what_was_stopped():
     task = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
-    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [128 + signal.SIGTERM]
+    stopped = [NotNowError.status, 128 + signal.SIGTERM]
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == stopped
     assert task["run"].startswith("exec bash launch/restartable.sh")
     [arguments] = commands(task["run"])
     places = [arguments[arguments.index(flag) + 1] for flag in ("--data", "--output")]

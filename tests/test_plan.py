@@ -52,8 +52,10 @@ def meshes(preset, name, **changes):
 
 def test_meshes_take_all_chips_and_divide_rows_and_heads():
     assert meshes("qwen3-8b", "v6e-8")[:3] == [(1, 8, 1), (2, 4, 1), (1, 4, 2)]
-    assert meshes("qwen3-8b", "v5p-64") == [(1, 8, 4), (2, 4, 4), (1, 4, 8), (2, 2, 8)]  # 8 rows, 8 heads
-    assert meshes("qwen3-8b", "v5p-64", train__batch_size=32)[0] == (1, 32, 1)
+    assert meshes("qwen3-8b", "v5p-64") == [
+        (8, 1, 4), (1, 8, 4), (2, 4, 4), (4, 1, 8), (1, 4, 8), (2, 2, 8),
+    ]  # fmt: skip
+    assert meshes("qwen3-8b", "v5p-64", train__batch_size=32)[:2] == [(32, 1, 1), (1, 32, 1)]
     assert meshes("qwen3-8b", "v6e-8", loss__vocabulary=1001) == meshes("qwen3-8b", "v6e-8")[:2]
     assert meshes("qwen3-8b", "v5e-256") == []
 
@@ -74,6 +76,20 @@ def test_meshes_are_tried_until_one_fits(monkeypatch):
     assert [(one.mesh.data, one.mesh.tensor, one.fits) for one in plans] == [
         (1, 2, True), (1, 1, False), (2, 1, False),
     ]  # fmt: skip
+
+
+def test_a_mesh_that_cannot_be_compiled_is_passed_over(monkeypatch, capsys):
+    def compiled(config, target, machine, mesh):
+        if mesh.data == mesh.tensor == 1:
+            raise UserError("--plan: cannot be compiled")
+        return fake({1: 1, 2: 1})(config, target, machine, mesh)
+
+    monkeypatch.setattr(plan, "check_packages", lambda machine: None)
+    monkeypatch.setattr(plan, "_compiled", compiled)
+    assert [one.mesh.data for one in plan.make(PRESETS["qwen3-8b"], None, "v6e-8")] == [2]
+    assert "--plan: cannot be compiled" in capsys.readouterr().err
+    with pytest.raises(UserError, match="cannot be compiled"):
+        plan.make(PRESETS["qwen3-8b"], MeshConfig(1, 8, 1), "v6e-8")
 
 
 def test_no_mesh_for_the_rows_is_told(monkeypatch):

@@ -223,7 +223,7 @@ def two_at_once(place: Place) -> Callable[[], None]:
         first = place.start(output)
         assert wait_for(first, (output / "config.json").exists)
         place.told_by(output).rename(place.told_by(output).with_suffix(".first"))
-        told = place.run("the second of two", 2, output=output)
+        told = place.run("the second of two", 75, output=output)
         place.told_by(output).with_suffix(".first").rename(place.told_by(output))
         place.faults += 1
         if told != f"error: --output {output}: another run is in it; waiting for that, or another name, is right":

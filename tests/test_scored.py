@@ -78,19 +78,6 @@ def test_the_part_is_columns_of_the_head_and_says_where_each_token_is(rows, caps
     assert "the loss scores 2 of 11 tokens, which are 80.00% of what answers say\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("size", "tensor", "told"),
-    [
-        (12, 1, "12, and the target has 11 tokens; 11 or fewer is right"),
-        (9, 2, "9 tokens do not divide over --mesh.tensor, 2; a multiple of it is right"),
-    ],
-)
-def test_a_part_that_cannot_be_is_refused(size, tensor, told):
-    with pytest.raises(UserError) as caught:
-        scored.check_size(size, tiny.TARGET, tensor)
-    assert str(caught.value) == f"--loss.vocabulary: {told}"
-
-
 def test_a_run_scores_a_part_goes_on_with_it_and_with_no_other(tmp_path, monkeypatch, capsys):
     weights: list[Any] = []
     compiled: list[Any] = []

@@ -60,7 +60,8 @@ def some_anchors(batch, seed=1, count=M):
     return draw(jax.random.key(seed), candidates(batch.supervised, batch.starts), count)
 
 
-run = jax.jit(loss_and_gradients, static_argnums=0)
+# Rounded as users' programs are.
+run = jax.jit(loss_and_gradients, static_argnums=0, compiler_options={"xla_backend_optimization_level": 3})
 blocks = jax.jit(draft_blocks, static_argnums=0)
 
 

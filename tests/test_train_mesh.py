@@ -138,3 +138,21 @@ def test_what_the_first_process_finds_wrong_ends_all(base, pair):
     assert statuses == [2, 2]
     assert "seed is 0 there and 7 here" in told[0]
     assert told[1] == "error: the first process of the run failed, and says why\n"
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (["--data", "nowhere"], "nowhere: "),
+        (["--optimizer.learning-rate", "0.5"], "this process has other settings, another target or other data than"),
+    ],
+    ids=["data", "settings"],
+)
+def test_what_one_process_alone_finds_wrong_ends_all(base, last, told):
+    before = time.monotonic()
+    statuses, _, errors = processes.run(2, 4, *command(base, base / "alone"), last=last)
+    assert statuses[1] == 2
+    assert statuses[0] != 0
+    assert errors[1].startswith("error: ")
+    assert told in errors[1]
+    assert time.monotonic() - before < processes.PATIENCE / 2

@@ -41,7 +41,12 @@ class Checkpoints:
         best = policies.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
         kept = policies.AnyPreservationPolicy([policies.LatestN(config.keep), best])
         # Without `best_fn` scores are not written, and the best is forgotten when the run goes on.
-        options = ocp.CheckpointManagerOptions(preservation_policy=kept, best_fn=_score, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=kept,
+            best_fn=_score,
+            cleanup_tmp_directories=True,
+            single_host_load_and_broadcast=True,  # a host may not yet see what another has written
+        )
         _hush()
         together.by_first(self._prepare)
         with self._faults():

@@ -102,7 +102,7 @@ def with_layers_of(target: LoadedTarget, draft: DraftConfig, params: Params) -> 
             ours[path] = jax.device_put(theirs[source], ours[path].sharding).astype(jnp.float32)
     taps = len(draft.target_layer_ids)
     mean = np.tile(np.eye(draft.hidden_size, dtype=np.float32) / taps, (taps, 1))
-    ours["fc/kernel"] = jax.device_put(mean, ours["fc/kernel"].sharding)
+    ours["fc/kernel"] = sharding.place(ours["fc/kernel"].sharding.mesh, ("fc", "kernel"), mean)
     return nest(ours.items())
 
 

@@ -142,6 +142,7 @@ class Loop:
         self._waiting = None
         report = jax.device_get(report)
         if not (np.isfinite(report.sums.loss) and np.isfinite(report.grad_norm)):
+            self._checkpoints.wait()  # several processes end at once, and would take it with them
             lines = sorted({line for row in batch.indices for line in self._grounds.rows.lines(int(row))})
             raise UserError(
                 f"step {step}: its loss is {report.sums.loss / max(report.sums.weight, 1)} and the norm of its "
@@ -178,17 +179,18 @@ class Loop:
 
     @contextlib.contextmanager
     def _noticing_signals(self) -> Iterator[None]:
-        """Note a signal for the end of the step; a second one ends the process at once, whatever it is waiting for."""
+        """Note a signal for the end of the step; a Ctrl-C that comes after it ends the process at once.
+
+        Launchers may send SIGTERM more than once, and always mean the same by it.
+        """
 
         def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
             self._signal = number
-            for one in before:
-                signal.signal(one, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             if sys.stderr.isatty():  # the bar hides the cursor, and would not be asked
                 os.write(sys.stderr.fileno(), SHOW_CURSOR)
 
-        # Handlers that are not Python's, as the coordination service has them, cannot be put back.
-        before = {one: signal.getsignal(one) or signal.SIG_DFL for one in (signal.SIGTERM, signal.SIGINT)}
+        before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
         try:
             for one in before:
                 signal.signal(one, note)

@@ -7,6 +7,7 @@ from dflash_jax.errors import UserError, check
 
 GIB = 2**30
 TPU, GPU = "tpu", "cuda"
+SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Chip:
     cores: int = 1  # that its vendor counts for one
     dimensions: int = 1  # of the torus that slices are parts of
     most: int = 8  # in a slice, or in a node
+
+    @property
+    def usable_bytes(self) -> int:
+        """What jax takes of the memory; of a GPU's three quarters, unless `SHARE_VARIABLE` says otherwise."""
+        return self.memory_bytes if self.platform == TPU else self.memory_bytes * 3 // 4
 
 
 # Memory and peaks as the vendors publish them.

@@ -8,22 +8,28 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
+from convert import names
 from convert.demo_target import find_demo_target
-from convert.load import target_config
+from convert.load import target_config_of
 from convert.progress import tell
-from convert.sources import open_source
+from convert.weights import DTYPES
+from dflash_jax import sharding
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import UserError, check
 from dflash_jax.presets import TARGETS
-from training import machines, scored
+from training import compatible, machines
 from training.config import MeshConfig, RunConfig
-from training.machines import GIB, Machine
+from training.initial import draft_config
+from training.machines import GIB, Chip, Machine
 from training.presets import PRESETS
 
 # Meshes that are tried where none is asked for; each takes minutes.
@@ -50,7 +56,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether a chip has room for the step."""
-        room = self.machine.chip.memory_bytes
+        room = self.machine.chip.usable_bytes
         return "refused" not in self.found and self.needed is not None and self.needed <= room
 
     @property
@@ -77,6 +83,7 @@ class Plan:
             "mesh": dataclasses.asdict(self.mesh),
             "fits": self.fits,
             "hbm_bytes_per_chip": self.machine.chip.memory_bytes,
+            "usable_bytes_per_chip": self.machine.chip.usable_bytes,
             "needed_bytes_per_chip": self.needed,
             "bytes_per_chip": self.found["bytes_per_chip"],
             "flops_per_chip": self.found["flops_per_chip"],
@@ -95,14 +102,14 @@ def make(config: RunConfig, asked: MeshConfig | None, name: str) -> list[Plan]:
         The plans, first the one that fits, if any, then the others, from the one that needs least.
 
     Raises:
-        UserError: an unknown machine, packages that are missing, a target that cannot be found, a `--loss.vocabulary`
-            that is none of it, or no mesh that divides rows and heads.
+        UserError: an unknown machine, packages that are missing, a target that cannot be found or trained for
+            with these settings, or no mesh that divides rows and heads.
     """
     machine = machines.find(name)
     check_packages(machine)
     target = _target(config)
-    if config.loss.vocabulary is not None:
-        scored.check_size(config.loss.vocabulary, target, asked.tensor if asked else 1)
+    sizes = (asked.data, asked.fsdp or 1, asked.tensor) if asked else (1, 1, 1)
+    compatible.check_run(config, target, AbstractMesh(sizes, sharding.AXES))
     meshes = [asked] if asked else list(candidates(config, target, machine))[:MOST_MESHES]
     check(
         bool(meshes),
@@ -110,23 +117,35 @@ def make(config: RunConfig, asked: MeshConfig | None, name: str) -> list[Plan]:
         f"{target.num_kv_heads} of them for the heads; a multiple of {machine.chips} does",
     )
     plans: list[Plan] = []
+    refused: UserError | None = None
     for mesh in meshes:
         tell(f"compiling for {machine.name}, {spell(mesh)}")
-        plans.append(_compiled(config, target, machine, mesh))
+        try:
+            plans.append(_compiled(config, target, machine, mesh))
+        except UserError as error:
+            refused = error
+            tell(str(error))
+            continue
         if plans[-1].fits:
             break
+    if not plans and refused is not None:
+        raise refused
     return sorted(plans, key=lambda plan: (not plan.fits, plan.needed or sys.maxsize))
 
 
 def candidates(config: RunConfig, target: TargetConfig, machine: Machine) -> Iterator[MeshConfig]:
-    """Yield meshes of all chips, those first that exchange least: with few chips for heads and MLP widths."""
+    """Yield meshes of all chips, those first that exchange least.
+
+    With few chips for heads and MLP widths, and where the models take less than half of a chip, whole in each group.
+    """
+    roomy = _held_whole(config, target) < machine.chip.usable_bytes // 2
     for tensor in (2**i for i in range(machine.chips.bit_length())):
         groups, left = divmod(machine.chips, tensor)
         if left or target.num_kv_heads % tensor or config.train.batch_size % groups:
             continue
         if (config.loss.vocabulary or 0) % tensor:
             continue
-        for data in (1, 2):
+        for data in dict.fromkeys((groups, 1, 2) if roomy else (1, 2)):
             if groups % data == 0 and target.hidden_size % (groups // data) == 0:
                 yield MeshConfig(data=data, fsdp=groups // data, tensor=tensor)
 
@@ -157,8 +176,8 @@ def text(plans: list[Plan]) -> str:
     best = plans[0]
     chip = best.machine.chip
     lines = [
-        f"{best.machine.name}: {best.machine.chips} chips of {chip.memory_bytes / GIB:.1f} GiB; a step of {best.rows} "
-        f"rows, {best.tokens:,} tokens",
+        f"{best.machine.name}: {best.machine.chips} chips of {chip.memory_bytes / GIB:.1f} GiB{_usable(chip)}; "
+        f"a step of {best.rows} rows, {best.tokens:,} tokens",
         "",
         f"{'data':>5}{'fsdp':>6}{'tensor':>8}   {'GiB a chip':<12}" + "".join(f"{kind:>13}" for kind in KINDS),
     ]
@@ -172,6 +191,12 @@ def text(plans: list[Plan]) -> str:
     return "\n".join(lines)
 
 
+def _usable(chip: Chip) -> str:
+    if chip.usable_bytes == chip.memory_bytes:
+        return ""
+    return f", of which jax takes {chip.usable_bytes / GIB:.1f} unless {machines.SHARE_VARIABLE} says otherwise"
+
+
 def _details(plan: Plan) -> Iterator[str]:
     yield f"products      {plan.found['flops_per_chip'] / 1e12:,.1f} TFLOP a chip and step"
     if plan.seconds is not None and plan.share_of_peak is not None:
@@ -182,7 +207,7 @@ def _details(plan: Plan) -> Iterator[str]:
     else:
         yield "estimate      none: the compiler for this machine gives no cost"
     for kind, one in sorted((plan.found.get("exchanges") or {}).items()):
-        yield f"{kind:<13} {one['count']} in the program, {one['bytes'] / GIB:.2f} GiB a chip"
+        yield f"{kind:<13} {one['count']} in the program, {one['bytes'] / GIB:.2f} GiB a chip, what loops repeat once"
     if not plan.fits:
         yield "no room       more chips, shorter rows (--train.length), fewer --train.anchors, or --train.remat"
 
@@ -192,7 +217,16 @@ def _target(config: RunConfig) -> TargetConfig:
     preset = PRESETS.get(config.preset)
     if preset is not None and config.preset in TARGETS and config.target == preset.target:
         return TARGETS[config.preset]
-    return target_config(open_source(config.target or str(find_demo_target("--target"))))
+    return target_config_of(config.target or str(find_demo_target("--target")))
+
+
+def _held_whole(config: RunConfig, target: TargetConfig) -> int:
+    """Return the bytes of target, draft and moments where nothing splits them."""
+    parameters, trained = (
+        sum(math.prod(shape) for shape in names.shapes(model).values())
+        for model in (target, draft_config(config, target))
+    )
+    return parameters * DTYPES[config.train.dtype].itemsize + trained * 3 * 4
 
 
 def _compiled(config: RunConfig, target: TargetConfig, machine: Machine, mesh: MeshConfig) -> Plan:

@@ -3,14 +3,18 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import os
 import shutil
+import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from convert import processes
 from convert.files import about, locked, new_file, read_json, write_json
 from convert.sources import Source
 from dflash_jax.errors import UserError, check
@@ -18,12 +22,16 @@ from training.config import RunConfig
 from training.prepared import Prepared, tokenizer_hash
 
 CONFIG, LOCK, PARTIAL = "config.json", ".lock", ".*.partial"
+# How long a file that one host wrote may take to show on another.
+SECONDS_TO_SEE = 60
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# Where things lie and how often they are kept; none of it changes the draft, but for the mesh, which rounds otherwise.
+# Where things lie and how often they are kept; none of it changes the draft, but another mesh, or rematerialisation,
+# rounds otherwise.
 MAY_DIFFER = {
     "settings.preset",
     "settings.target",
     "settings.train.log_every",
+    "settings.train.remat",
     "settings.evaluation.every",
     "settings.features.cache",
     *(f"settings.checkpoint.{field}" for field in ("every", "keep")),
@@ -101,6 +109,27 @@ def write_or_compare(output: Path, config: RunConfig, facts: Mapping[str, Any]) 
         not told,
         f"--output {output}: not the run that its {CONFIG} tells of: {found}; the same, or another output, is right",
     )
+
+
+def check_alike(output: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
+    """Refuse a process that is not about to do what the first one does, or does not see what that one writes.
+
+    Raises:
+        UserError: in the process that differs.
+    """
+    settings = dataclasses.asdict(config) | {"target": None}  # a host may have it elsewhere
+    told = json.dumps([settings, facts], sort_keys=True).encode()
+    mark = zlib.crc32(told) >> 1  # fits into 31 bits
+    check(
+        mark == processes.agree(mark),
+        "this process has other settings, another target or other data than the first one; the same for all is right",
+    )
+    file = output / CONFIG
+    for _ in range(SECONDS_TO_SEE):
+        if file.exists():
+            return
+        time.sleep(1)
+    raise UserError(f"--output {output}: not where the first process writes; one directory that all hosts see is right")
 
 
 def versions() -> dict[str, str]:

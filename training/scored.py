@@ -15,27 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from convert.progress import show, tell
 from dflash_jax import sharding
-from dflash_jax.config import TargetConfig
-from dflash_jax.errors import check
 from dflash_jax.parameters import Params
+from training import together
 from training.data import READ_AHEAD, READERS, PackedRows
 from training.step import SCORED, Task
 
 COUNTED = 1024  # documents at a time
-
-
-def check_size(size: int, target: TargetConfig, parts: int) -> None:
-    """Refuse a part that is larger than the vocabulary, or that the tensor axis, of so many parts, splits unevenly.
-
-    Raises:
-        UserError: naming the flag.
-    """
-    most = target.vocab_size
-    check(size <= most, f"--loss.vocabulary: {size}, and the target has {most} tokens; {most} or fewer is right")
-    check(
-        size % parts == 0,
-        f"--loss.vocabulary: {size} tokens do not divide over --mesh.tensor, {parts}; a multiple of it is right",
-    )
 
 
 def part_of_head(size: int, task: Task, target: Params, rows: PackedRows) -> Params:
@@ -51,7 +36,7 @@ def part_of_head(size: int, task: Task, target: Params, rows: PackedRows) -> Par
         `head` [d, size], and `rows` [v]: each token's place in it, `size` where it has none.
     """
     vocabulary, tied = task.target.vocab_size, task.target.tie_word_embeddings
-    counts = count(rows, vocabulary)
+    counts = together.total(count(rows, vocabulary))
     tokens = choose(counts, size)
     share = counts[tokens].sum() / max(counts.sum(), 1)
     tell(f"the loss scores {size} of {vocabulary} tokens, which are {share:.2%} of what answers say")
@@ -64,12 +49,12 @@ def part_of_head(size: int, task: Task, target: Params, rows: PackedRows) -> Par
 
 
 def count(rows: PackedRows, vocabulary: int) -> Int[np.ndarray, "v"]:
-    """Return how often the answers in some rows have each token; all are read once, in the order of the files.
+    """Return how often the answers in some rows have each token; each process reads its share, once, in order of files.
 
     Raises:
         UserError: a shard is missing or damaged.
     """
-    documents = np.sort(np.concatenate(rows.rows))
+    documents = np.sort(np.concatenate(rows.rows))[jax.process_index() :: jax.process_count()]
 
     def counted(first: int) -> np.ndarray:
         some = (rows.prepared[int(document)] for document in documents[first : first + COUNTED])

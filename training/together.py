@@ -1,6 +1,7 @@
 """What the processes of one run do together: the first one writes, the others wait, and where it fails all end."""
 
 import contextlib
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from convert import cli, processes
-from dflash_jax.errors import UserError
+from dflash_jax.errors import NotNowError, UserError
+
+# The first process's end is at once that of all others, which may have something to say.
+SECONDS_TO_SPEAK = 2
 
 
 def by_first(do: Callable[[], Any]) -> None:
@@ -25,16 +29,24 @@ def by_first(do: Callable[[], Any]) -> None:
             do()
         except Exception as error:  # whatever it is, the others must not wait for ever
             fault = error
-    failed = processes.agree(fault is not None)
+    status = processes.agree(0 if fault is None else getattr(fault, "status", UserError.status))
     if fault is not None:
         raise fault
-    if failed:
-        raise UserError("the first process of the run failed, and says why")
+    if status:
+        kind = NotNowError if status == NotNowError.status else UserError
+        raise kind("the first process of the run failed, and says why")
 
 
 def whole(array: jax.Array) -> np.ndarray:
     """Return an array that lies on the devices of several processes, in each of them; all must ask for it."""
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def total(counts: np.ndarray) -> np.ndarray:
+    """Return the sum of what all processes counted."""
+    if jax.process_count() == 1:
+        return counts
+    return np.asarray(multihost_utils.process_allgather(counts.astype(np.int32))).sum(axis=0, dtype=np.int64)
 
 
 @contextlib.contextmanager
@@ -50,6 +62,8 @@ def none_left_waiting() -> Iterator[None]:
             raise
         if isinstance(error, UserError):
             cli.tell_fault(error)
-            cli.leave(2)
-        traceback.print_exc()
-        cli.leave(1)
+        else:
+            traceback.print_exc()
+        if processes.first():
+            time.sleep(SECONDS_TO_SPEAK)
+        cli.leave(error.status if isinstance(error, UserError) else 1)

@@ -19,7 +19,7 @@ from dflash_jax import reading, sharding
 from dflash_jax.config import DraftConfig
 from dflash_jax.errors import check
 from dflash_jax.parameters import Params
-from training import data, optimizer, record, scored, together
+from training import compatible, data, optimizer, record, scored, together
 from training.checkpoints import Checkpoints
 from training.config import MeshConfig, RunConfig
 from training.feature_cache import FeatureCache, open_cache
@@ -40,13 +40,13 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
         UserError: data, target, output or settings that are not right or do not fit each other; a loss that is not
             finite; no room for what is written.
     """
-    prepared = open_prepared(prepared_path)
-    mesh = _mesh(config)
-    with contextlib.ExitStack() as stack:
+    with together.none_left_waiting(), contextlib.ExitStack() as stack:
+        prepared = open_prepared(prepared_path)
+        mesh = _mesh(config)
         together.by_first(lambda: stack.enter_context(record.only_run_in(output)))
         target = _load_target(config, prepared, mesh)
         grounds, state = _begin(config, prepared, target, mesh, output)
-        with Checkpoints(output, config.checkpoint) as checkpoints, together.none_left_waiting():
+        with Checkpoints(output, config.checkpoint) as checkpoints:
             position = None
             if checkpoints.latest is not None:
                 state, position = checkpoints.restore(state)
@@ -70,14 +70,7 @@ def _mesh(config: RunConfig) -> Mesh:
     """Lay out the devices of all processes."""
     sizes = dataclasses.asdict(config.mesh.on(jax.device_count()))
     with about("--mesh.data, --mesh.fsdp, --mesh.tensor"):
-        mesh = sharding.make_mesh(**sizes)
-    groups = sharding.row_groups(mesh)
-    check(
-        config.train.batch_size % groups == 0,
-        f"--train.batch-size: {config.train.batch_size} rows do not divide over --mesh.data times --mesh.fsdp, "
-        f"{groups}; a multiple of it is right",
-    )
-    return mesh
+        return sharding.make_mesh(**sizes)
 
 
 def _export(destination: Path, draft: DraftConfig, params: Params, config: RunConfig) -> None:
@@ -96,19 +89,10 @@ def _load_target(config: RunConfig, prepared: Prepared, mesh: Mesh) -> LoadedTar
     """Load the target, in the dtype that the run computes in, if the data was made for it."""
     name = config.target or str(find_demo_target("--target"))
     source = open_source(name)
-    shape = target_config(source)
-    with about("--mesh.fsdp, --mesh.tensor"):
-        sharding.check_mesh(mesh, shape)
-    if config.loss.vocabulary is not None:
-        scored.check_size(config.loss.vocabulary, shape, mesh.shape["tensor"])
+    compatible.check_run(config, target_config(source), mesh)
     record.check_tokenizer(prepared, source)
     place = functools.partial(sharding.place, mesh)
-    target = load_target(name, config.train.dtype, place=place, watch=progress.show)
-    check(
-        config.train.length <= target.config.max_positions,
-        f"--train.length: {config.train.length}; the target ends at {target.config.max_positions} tokens",
-    )
-    return target
+    return load_target(name, config.train.dtype, place=place, watch=progress.show)
 
 
 def _begin(
@@ -116,6 +100,8 @@ def _begin(
 ) -> tuple[Grounds, TrainState]:
     """Put together what the run stands on, and its first state."""
     draft, params = initial_draft(config, target, mesh)
+    with about("--mesh.fsdp, --mesh.tensor"):
+        sharding.check_mesh(mesh, draft)
     train_on, held = hold_out(prepared.lines, config.evaluation.rows, config.seed)
     rows = data.packed(prepared, train_on, config.train.length, config.seed)
     check(
@@ -126,7 +112,9 @@ def _begin(
     task = Task.of(config, target.config, draft, mesh, steps)
     mark = fingerprint(target.params)
     facts = {"target_weights": mark, "data": prepared.manifest["data_hash"], "draft": draft.to_hf()}
-    together.by_first(lambda: record.write_or_compare(output, _resolved(config, task, target.source), facts))
+    resolved = _resolved(config, task, target.source)
+    together.by_first(lambda: record.write_or_compare(output, resolved, facts))
+    record.check_alike(output, resolved, facts)
     taps, cache = draft.target_layer_ids, None
     weights = reading.stack(mesh, target.config, taps, target.params, through=task.needs_teacher)
     if config.features.cache:
@@ -162,6 +150,8 @@ def _cache(config: RunConfig, task: Task, prepared: Prepared, target: Params, ma
     widths = {"features": len(taps) * task.target.hidden_size}
     widths |= {"hidden": task.target.hidden_size} if task.needs_teacher else {}
     facts = {"target": mark, "taps": list(taps), "widths": widths, "length": config.train.length, "dtype": task.dtype}
-    cache = open_cache(Path(str(config.features.cache)), facts, prepared)
+    opened = functools.partial(open_cache, Path(str(config.features.cache)), facts, prepared)
+    together.by_first(opened)
+    cache = opened()
     fill(cache, task, target, config.train.batch_size)
     return cache
