@@ -104,12 +104,14 @@ def test_the_mesh_of_a_file_can_be_laid_out_on_its_machine(file, there):
 
 @pytest.mark.parametrize("sizes", [(1, 8, 4), (2, 4, 4), (1, 4, 8), (2, 2, 8), (32, 1, 1), (1, 32, 1)])
 def test_every_mesh_of_a_slice_can_be_laid_out(sizes):
-    assert sharding._laid_out(*sizes, devices=CUBE).shape == sizes
+    data, fsdp, tensor = sizes
+    assert sharding._laid_out(data, fsdp, tensor, CUBE).shape == sizes
 
 
 @pytest.mark.parametrize(("sizes", "split"), [((1, 16, 1), 1), ((2, 8, 1), 0), ((4, 2, 2), 0)])
 def test_slices_are_told_apart_by_data_and_then_by_fsdp(sizes, split):
-    laid_out = np.moveaxis(sharding._laid_out(*sizes, devices=NODES), split, 0)
+    data, fsdp, tensor = sizes
+    laid_out = np.moveaxis(sharding._laid_out(data, fsdp, tensor, NODES), split, 0)
     assert [{device.slice_index for device in part.flat} for part in np.split(laid_out, 2)] == [{0}, {1}]
 
 
