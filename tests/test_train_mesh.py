@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -80,7 +81,10 @@ def anchored(base):
     rows = data.packed(prepared, train_on, config.train.length, config.seed)
     batches = data.batches(rows, config.train.batch_size, config.seed, sharding.make_mesh())
     contents = [next(batches).contents for _ in range(runs.STEPS)]
-    return [np.asarray(candidates(one["supervised"], one["starts"])).any(axis=1) for one in contents]
+    return [
+        np.asarray(candidates(jnp.asarray(one["supervised"]), jnp.asarray(one["starts"]))).any(axis=1)
+        for one in contents
+    ]
 
 
 def test_the_state_is_spread(found):
