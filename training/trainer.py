@@ -46,7 +46,8 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
         together.by_first(lambda: stack.enter_context(record.only_run_in(output)))
         target = _load_target(config, prepared, mesh)
         grounds, state = _begin(config, prepared, target, mesh, output)
-        with Checkpoints(output, config.checkpoint) as checkpoints:
+        # Twice: leaving the checkpoints waits for the other processes, too.
+        with Checkpoints(output, config.checkpoint) as checkpoints, together.none_left_waiting():
             position = None
             if checkpoints.latest is not None:
                 state, position = checkpoints.restore(state)
