@@ -60,7 +60,7 @@ def weights(task):
 
 def filled(path, documents, task=TASK):
     cache = open_cache(path, facts(task), documents)
-    fill(cache, task, weights(task), ROWS)
+    fill(cache, task, weights(task))
     return cache
 
 

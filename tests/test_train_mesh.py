@@ -34,9 +34,9 @@ def found(base):
     return json.loads((base / "found.json").read_text())
 
 
-def command(base, output):
-    config = train_mesh_worker.config_on("eight", str(base / "target"))
-    return runs.command(base / "target", base / "prepared", output, config=config)["args"][2:]
+def command(base, output, *more, **changes):
+    config = runs.changed(train_mesh_worker.config_on("eight", str(base / "target")), **changes)
+    return runs.command(base / "target", base / "prepared", output, *more, config=config)["args"][2:]
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +111,62 @@ def test_a_run_goes_on_on_other_devices(base, found, mesh):
 
 
 @pytest.mark.slow
+def test_what_two_processes_saved_is_restored_by_one(base, pair):
+    output = base / "pair-then-one"
+    shutil.copytree(pair, output)
+    shutil.rmtree(output / "draft")
+    for step in runs.checkpoints(output):
+        if step > MIDDLE:
+            shutil.rmtree(output / "checkpoints" / str(step))
+    [status], _, [told] = processes.run(1, 8, *command(base, output))
+    assert status == 0, told
+    assert f"going on after step {MIDDLE}" in told
+    assert_close(output, pair)
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_cache_a_part_of_the_vocabulary_and_a_first_draft_as_one_has_them(base, pair):
+    """Features are computed once, by both, and read by each where it needs them."""
+    changes = {"loss__vocabulary": 40, "optimizer__learning_rate": 1e-4}
+    for name, count in (("cached-by-one", 1), ("cached-by-two", 2)):
+        cache, first = str(base / f"features-{name}"), ("--init-from", str(pair / "draft"))
+        arguments = command(base, base / name, *first, **changes, features__cache=cache)
+        statuses, _, told = processes.run(count, 8 // count, *arguments)
+        assert statuses == [0] * count, told
+    assert_close(base / "cached-by-two", base / "cached-by-one")
+
+
+def wait_for_lines(running, output, count):
+    """Let a run go on until it has logged so many steps."""
+    lines = output / "metrics.jsonl"
+    while not lines.exists() or lines.read_text().count("\n") < count:
+        assert all(process.poll() is None for process in running)
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_takes_the_other_with_it_and_the_run_goes_on_to_the_same_bits(base, pair, killed):
+    output = base / f"killed-{killed}"
+    running = processes.start(2, 4, *command(base, output))
+    wait_for_lines(running, output, 5)  # a checkpoint is being written
+    before = time.monotonic()
+    running[killed].kill()
+    statuses, _, _ = processes.end(running)
+    assert statuses[killed] == -signal.SIGKILL
+    assert statuses[1 - killed] not in (0, 2)
+    assert time.monotonic() - before < processes.PATIENCE / 2
+    statuses, _, told = processes.run(2, 4, *command(base, output))
+    assert statuses == [0, 0], told
+    assert runs.metrics(output) == runs.metrics(pair)
+    assert runs.bits(output, runs.STEPS) == runs.bits(pair, runs.STEPS)
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_process_ends_both_after_the_same_step_and_the_run_goes_on_to_the_same_bits(base, pair):
     output = base / "stopped"
     running = processes.start(2, 4, *command(base, output))
-    lines = output / "metrics.jsonl"
-    while not lines.exists() or lines.read_text().count("\n") < 2:
-        assert all(process.poll() is None for process in running)
-        time.sleep(0.01)
+    wait_for_lines(running, output, 2)
     running[1].send_signal(signal.SIGTERM)
     statuses, _, told = processes.end(running)
     assert statuses == [0, 0], told

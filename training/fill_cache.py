@@ -6,6 +6,7 @@ import numpy as np
 
 from convert import processes
 from convert.progress import show
+from dflash_jax import sharding
 from dflash_jax.parameters import Params
 from training import together
 from training.data import PackedRows, in_order, on_devices, packed
@@ -13,8 +14,10 @@ from training.feature_cache import FeatureCache
 from training.step import Task, read_target
 
 
-def fill(cache: FeatureCache, task: Task, target: Params, batch_size: int) -> None:
+def fill(cache: FeatureCache, task: Task, target: Params) -> None:
     """Compute the states of every document whose shard is not there yet; an interrupted one goes on.
+
+    A row for each group of devices at a time: a shard's documents do not fill the rows of a step on a large pod.
 
     Raises:
         UserError: no room for them, or another run is at it.
@@ -22,14 +25,15 @@ def fill(cache: FeatureCache, task: Task, target: Params, batch_size: int) -> No
     missing = [shard for shard in range(cache.shards) if processes.agree(not cache.has(shard))]
     if not missing:
         return
+    at_a_time = sharding.row_groups(task.mesh)
     with contextlib.ExitStack() as stack:
         together.by_first(lambda: stack.enter_context(cache.filling()))
         for shard in show(missing, len(missing), "computing features"):
             documents = cache.documents(shard)
             rows = packed(cache.prepared, documents, cache.length, 0)
             states: dict[int, dict[str, np.ndarray]] = {}
-            for first in range(0, len(rows), batch_size):
-                states |= _states(cache, task, target, rows, range(first, first + batch_size))
+            for first in range(0, len(rows), at_a_time):
+                states |= _states(cache, task, target, rows, range(first, first + at_a_time))
             together.by_first(lambda: cache.write(shard, [states[int(document)] for document in documents]))  # noqa: B023
 
 

@@ -154,5 +154,5 @@ def _cache(config: RunConfig, task: Task, prepared: Prepared, target: Params, ma
     opened = functools.partial(open_cache, Path(str(config.features.cache)), facts, prepared)
     together.by_first(opened)
     cache = opened()
-    fill(cache, task, target, config.train.batch_size)
+    fill(cache, task, target)
     return cache
