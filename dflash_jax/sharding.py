@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.config import TransformerConfig
-from dflash_jax.errors import check
+from dflash_jax.errors import UserError, check
 
 AXES = ("data", "fsdp", "tensor")
 # What a parameter's axes are split over, by its path. A path has one rule.
@@ -65,7 +65,13 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
         f"mesh: {needed} of {len(there)} devices leave process {min(idle, default=0)} without one; "
         f"sizes that make {len(there)} are right",
     )
-    laid_out = _laid_out(data, fsdp, tensor, there[:needed])
+    try:
+        laid_out = _laid_out(data, fsdp, tensor, there[:needed])
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"mesh: {needed} of {len(there)} devices cannot be laid out as {data}, {fsdp}, {tensor} ({error}); sizes "
+            f"that make {len(there)} are right"
+        ) from error
     return Mesh(laid_out, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -23,7 +23,7 @@ from convert.progress import tell
 from convert.sources import Source, open_source
 from dflash_jax import sharding
 from dflash_jax.config import TargetConfig
-from dflash_jax.errors import UserError, check
+from dflash_jax.errors import UserError, check, memory_named
 from inference import prompts, results
 from inference.demo import DEMO_DRAFT
 from inference.display import LEGEND, AnswerWriter, has_colours, summary
@@ -51,6 +51,9 @@ FLAGS = {
     "mesh": "--mesh",
 }
 DTYPES = ("float32", "bfloat16")
+TOO_MUCH = (
+    "--max-length, --batch-size: they ask for more memory than there is; less of either, or --dtype bfloat16, is right"
+)
 # Of the settings in a result, those that change its tokens, and its dtype.
 SETTINGS = ("temperature", "top_p", "top_k", "seed", "thinking", "dtype")
 NO_FILE = -1
@@ -69,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     mesh = _mesh(args)
     asked = _read_prompts(args)
     ckpt, draft = _checkpoints(args)
-    with memory_named():
+    with memory_named(TOO_MUCH):
         source = open_source(ckpt)
         check_memory(args, target_config(source), mesh)
         tokenizer = _tokenizer(args, source, asked)
@@ -389,20 +392,6 @@ def _memory(mesh: Mesh) -> int:
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"]) * mesh.size
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
-
-
-@contextlib.contextmanager
-def memory_named() -> Iterator[None]:
-    """Turn running out of memory into a line that names what to ask less of."""
-    try:
-        yield
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(
-            "--max-length, --batch-size: they ask for more memory than there is; less of either, or --dtype bfloat16, "
-            "is right"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -102,6 +102,11 @@ def test_the_mesh_of_a_file_can_be_laid_out_on_its_machine(file, there):
     assert [{device.slice_index for device in group.flat} for group in laid_out] in ([{0}, {0}], [{0}, {1}])
 
 
+def test_devices_that_make_no_torus_are_told():
+    with pytest.raises(UserError, match=r"^mesh: 3 of 4 devices cannot be laid out as 1, 3, 1 \([^\n]*\); sizes that"):
+        sharding.make_mesh(1, 3, 1, devices=TORUS[:4])
+
+
 @pytest.mark.parametrize("sizes", [(1, 8, 4), (2, 4, 4), (1, 4, 8), (2, 2, 8), (32, 1, 1), (1, 32, 1)])
 def test_every_mesh_of_a_slice_can_be_laid_out(sizes):
     data, fsdp, tensor = sizes

@@ -105,6 +105,14 @@ def test_a_part_of_the_vocabulary_that_cannot_be_is_told(monkeypatch, mesh, size
         plan.make(runs.changed(PRESETS["qwen3-8b"], loss__vocabulary=size), mesh, "v6e-8")
 
 
+def test_a_mesh_of_fewer_chips_is_told(monkeypatch):
+    monkeypatch.setattr(plan, "check_packages", lambda machine: None)
+    with pytest.raises(
+        UserError, match=r"^--mesh.data, --mesh.fsdp, --mesh.tensor: 4 together, and v6e-8 has 8 chips;"
+    ):
+        plan.make(PRESETS["qwen3-8b"], MeshConfig(1, 4, 1), "v6e-8")
+
+
 def test_a_mesh_that_is_given_is_the_one(monkeypatch, capsys):
     seen = []
 

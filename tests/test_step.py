@@ -215,13 +215,6 @@ def test_slots_see_one_another_both_ways():
     anchors = Anchors(jnp.asarray([[20], [10]], jnp.int32), jnp.ones((2, 1), bool))
     full = dataclasses.replace(TASK, draft=dataclasses.replace(DRAFT, layers=(DRAFT.layers[0],)))
 
-    def first_slot(embedding):
-        weights = TARGET_PARAMS | {"embedding": embedding}
-        return draft_blocks(full, weights, DRAFT_PARAMS, batch, anchors)[0, 0, 1].sum()
-
-    # All slots but 0 hold the mask's row, so that what slot 1 gets from it would not all be its own.
-    gradient = jax.jit(jax.grad(first_slot))(TARGET_PARAMS["embedding"])
-    assert gradient[DRAFT.mask_token_id].any()
     within = dataclasses.replace(DRAFT.layers[0], causal=True)
     causal = dataclasses.replace(full, draft=dataclasses.replace(DRAFT, layers=(within,)))
     states = [blocks(task, TARGET_PARAMS, DRAFT_PARAMS, batch, anchors) for task in (full, causal)]

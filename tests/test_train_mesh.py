@@ -198,8 +198,12 @@ def test_what_the_first_process_finds_wrong_ends_all(base, pair):
     [
         (["--data", "nowhere"], "nowhere: "),
         (["--optimizer.learning-rate", "0.5"], "this process has other settings, another target or other data than"),
+        (
+            ["--mesh.data", "1", "--mesh.fsdp", "4"],
+            "this process has other settings, another target or other data than",
+        ),
     ],
-    ids=["data", "settings"],
+    ids=["data", "settings", "mesh"],
 )
 def test_what_one_process_alone_finds_wrong_ends_all(base, last, told):
     before = time.monotonic()

@@ -26,6 +26,7 @@ CHECKPOINTS = "checkpoints"
 COMMITTED = "commit_success.txt"  # orbax's, written last
 FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 SCORE = "acceptance_length"
+SCORES = Path("metrics", "metrics")  # in a checkpoint
 
 
 class Checkpoints:
@@ -57,10 +58,19 @@ class Checkpoints:
         """Make room for checkpoints, and see that those that are there can be told apart."""
         with self._faults():
             self._path.mkdir(parents=True, exist_ok=True)
-            _sweep(self._path)
-        for scores in self._path.glob("*/metrics/metrics"):
-            with _damage(scores.parents[1]):
-                read_json(scores)
+            steps = [path for path in self._path.glob("[0-9]*") if path.name.isdecimal()]
+        whole = [step for step in steps if (step / COMMITTED).exists()]
+        check(
+            bool(whole) or len(steps) < 2,  # one may be half a copy, or a save that was killed
+            f"{self._path}: none of {len(steps)} checkpoints has a {COMMITTED}, orbax's mark of a whole one; a copy "
+            "with that file, or another output, is right",
+        )
+        with self._faults():
+            _sweep(steps)
+        for step in whole:
+            if (step / SCORES).exists():
+                with _damage(step):
+                    read_json(step / SCORES)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -122,6 +132,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # whatever the writing threads ran into
+            _pass_on(error)
             raise UserError(
                 f"{self._path}: a checkpoint cannot be written ({_reason(error)}); those that are there are whole, "
                 "and the same command goes on from the newest"
@@ -133,20 +144,30 @@ def _damage(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # orbax and tensorstore raise what their drivers do
+        _pass_on(error)
         raise UserError(
             f"{checkpoint}: not readable as a checkpoint of this run ({_reason(error)}); removing it, to go on from "
             "the one before, is right"
         ) from error
 
 
+def _pass_on(error: BaseException) -> None:
+    """Raise what devices or other processes ran into, which orbax may have wrapped: it says nothing of files."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, jax.errors.JaxRuntimeError):
+            raise at
+        at = at.__cause__
+
+
 def _score(metrics: dict[str, float]) -> float:
     return metrics[SCORE]
 
 
-def _sweep(path: Path) -> None:
+def _sweep(steps: list[Path]) -> None:
     """Remove what lacks the mark of a whole checkpoint: a copy of a part, say. Orbax would take it for one."""
-    for step in path.glob("[0-9]*"):
-        if step.name.isdecimal() and not (step / COMMITTED).exists():
+    for step in steps:
+        if not (step / COMMITTED).exists():
             shutil.rmtree(step)
 
 

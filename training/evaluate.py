@@ -15,7 +15,7 @@ from convert.sources import open_source
 from dflash_jax import reading, sharding
 from dflash_jax.anchors import Anchors, candidates
 from dflash_jax.config import check_pair
-from dflash_jax.errors import UserError, check
+from dflash_jax.errors import UserError, check, memory_named
 from dflash_jax.parameters import Params
 from training.config import DTYPES, OptimizerConfig
 from training.evaluation import judge, walk
@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> None:
     longest = int(prepared.lengths.max())
     most = target.config.max_positions
     check(longest <= most, f"--data {args.data}: a document of {longest} tokens; the target ends at {most}")
-    found = evaluate(target, draft, prepared, args.dtype)
+    with memory_named("--data: its longest documents ask for more memory than there is; --dtype bfloat16 is right"):
+        found = evaluate(target, draft, prepared, args.dtype)
     print(json.dumps(found) if args.json else _text(found))
 
 

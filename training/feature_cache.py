@@ -95,8 +95,9 @@ class FeatureCache:
         """
         shard = document // SHARD
         file, start = self._file(shard), int(self.sizes(np.arange(shard * SHARD, document)).sum())
-        try:
-            rows = np.memmap(file, self._dtype, "r", start * self._width * self._dtype.itemsize, (size, self._width))
+        try:  # not mapped: a page that cannot be read would end the process without a word
+            count, skipped = size * self._width, start * self._width * self._dtype.itemsize
+            rows = np.fromfile(file, self._dtype, count, offset=skipped).reshape(size, self._width)
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({error}); {AGAIN}") from error
         edges = np.cumsum([0, *self.widths.values()])

@@ -2,7 +2,10 @@
 
 import contextlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from convert import processes
 from convert.progress import show
@@ -22,7 +25,8 @@ def fill(cache: FeatureCache, task: Task, target: Params) -> None:
     Raises:
         UserError: no room for them, or another run is at it.
     """
-    missing = [shard for shard in range(cache.shards) if processes.agree(not cache.has(shard))]
+    # Others do not look: a host remembers for a while that a file was not there.
+    missing = [shard for shard in range(cache.shards) if processes.agree(processes.first() and not cache.has(shard))]
     if not missing:
         return
     at_a_time = sharding.row_groups(task.mesh)
@@ -43,12 +47,19 @@ def _states(
     """Return the states of the documents in some rows; those past the last are of no one."""
     batch = on_devices(in_order(rows, some.start, len(some), task.mesh), task.mesh)
     found = read_target(task, target, batch)
-    arrays = {name: together.whole(getattr(found, name)) for name in cache.widths}
     states = {}
-    for place, i in enumerate(some):
+    for place, i in enumerate(some[: len(rows) - some.start]):
+        arrays = {name: together.whole(_row(getattr(found, name), place)) for name in cache.widths}
         at = 0
-        for document in rows.rows[i] if i < len(rows) else ():
+        for document in rows.rows[i]:
             size = int(cache.sizes(np.array([document]))[0])
-            states[document] = {name: array[place, at : at + size] for name, array in arrays.items()}
+            states[document] = {name: array[at : at + size] for name, array in arrays.items()}
             at += size
     return states
+
+
+@jax.jit
+def _row(states: Float[Array, "b s d"], place: Int[Array, ""]) -> Float[Array, "s d"]:
+    """Return one row, which is all that moves: indexing would bring all rows to every device."""
+    here = jnp.arange(len(states)) == place
+    return jnp.where(here[:, None, None], states, 0).sum(axis=0)

@@ -99,7 +99,8 @@ def with_layers_of(target: LoadedTarget, draft: DraftConfig, params: Params) -> 
         head, _, rest = path.partition("/")
         source = f"layers_{spread[int(head.removeprefix('layers_'))]}/{rest}" if head.startswith("layers_") else path
         if source in theirs:
-            ours[path] = jax.device_put(theirs[source], ours[path].sharding).astype(jnp.float32)
+            moved = jax.device_put(theirs[source], ours[path].sharding)
+            ours[path] = jnp.array(moved, jnp.float32, copy=True)  # a step gives its parameters away
     taps = len(draft.target_layer_ids)
     mean = np.tile(np.eye(draft.hidden_size, dtype=np.float32) / taps, (taps, 1))
     ours["fc/kernel"] = sharding.place(ours["fc/kernel"].sharding.mesh, ("fc", "kernel"), mean)

@@ -117,6 +117,8 @@ class Loop:
         if evaluate or self._stop or step % config.train.log_every == 0:
             self._look()
             values = self._metrics(step)
+            if self._stop:  # a machine that is taken away may not wait for an evaluation
+                self._checkpoints.save(step, state, position, None)
             if evaluate and len(self._grounds.held_out):
                 held = self._evaluate(state.params)
                 score = held["acceptance_length"]

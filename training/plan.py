@@ -109,6 +109,11 @@ def make(config: RunConfig, asked: MeshConfig | None, name: str) -> list[Plan]:
     check_packages(machine)
     target = _target(config)
     sizes = (asked.data, asked.fsdp or 1, asked.tensor) if asked else (1, 1, 1)
+    check(
+        asked is None or math.prod(sizes) == machine.chips,
+        f"--mesh.data, --mesh.fsdp, --mesh.tensor: {math.prod(sizes)} together, and {machine.name} has "
+        f"{machine.chips} chips; sizes that make {machine.chips} are right",
+    )
     compatible.check_run(config, target, AbstractMesh(sizes, sharding.AXES))
     meshes = [asked] if asked else list(candidates(config, target, machine))[:MOST_MESHES]
     check(

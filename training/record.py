@@ -117,19 +117,43 @@ def check_alike(output: Path, config: RunConfig, facts: Mapping[str, Any]) -> No
     Raises:
         UserError: in the process that differs.
     """
-    settings = dataclasses.asdict(config) | {"target": None}  # a host may have it elsewhere
-    told = json.dumps([settings, facts], sort_keys=True).encode()
-    mark = zlib.crc32(told) >> 1  # fits into 31 bits
+    check_same([settings(config), facts])
+    wait_for(output / CONFIG, f"--output {output}")
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that all processes of a run must share; each host may have the target elsewhere."""
+    return dataclasses.asdict(config) | {"target": None}
+
+
+def check_same(what: Any) -> None:
+    """Refuse a process that has something else than the first one.
+
+    Raises:
+        UserError: in the process that differs.
+    """
     check(
-        mark == processes.agree(mark),
+        _agreed(json.dumps(what, sort_keys=True).encode()),
         "this process has other settings, another target or other data than the first one; the same for all is right",
     )
-    file = output / CONFIG
-    for _ in range(SECONDS_TO_SEE):
-        if file.exists():
-            return
+
+
+def wait_for(file: Path, told: str) -> None:
+    """Wait until a host sees what the first process has written.
+
+    Raises:
+        UserError: it never does, or sees another file there.
+    """
+    last = time.monotonic() + SECONDS_TO_SEE
+    while not file.exists() and time.monotonic() < last:
         time.sleep(1)
-    raise UserError(f"--output {output}: not where the first process writes; one directory that all hosts see is right")
+    content = file.read_bytes() if file.exists() else b""
+    check(_agreed(content), f"{told}: not where the first process writes; one directory that all hosts see is right")
+
+
+def _agreed(content: bytes) -> bool:
+    mark = zlib.crc32(content) >> 1  # fits into 31 bits
+    return mark == processes.agree(mark)
 
 
 def versions() -> dict[str, str]:

@@ -14,10 +14,10 @@ from convert.load import stop_token_ids, target_config
 from convert.progress import tell
 from convert.sources import Source, open_source
 from dflash_jax import sharding
-from dflash_jax.errors import UserError, check
+from dflash_jax.errors import UserError, check, memory_named
 from inference import prompts, results
 from inference.engine import Engine, Generation, SamplingConfig
-from inference.generate import DTYPES, add_sampling_flags, check_memory, flags_named, in_order, memory_named, whole
+from inference.generate import DTYPES, TOO_MUCH, add_sampling_flags, check_memory, flags_named, in_order, whole
 from training import conversations
 from training.completions import Completions
 from training.endpoint import KEY, Endpoint
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
         seed=args.seed,
         thinking=args.thinking,
     )
-    with memory_named(), results.open_results(args.output, resume=True) as file:
+    with memory_named(TOO_MUCH), results.open_results(args.output, resume=True) as file:
         rounds = Rounds(job, answer, file)
         new = rounds.run(conversations.read(args.data, args.num_prompts))
         first = next(new, None)  # by then the weights are read, which shows a progress of its own

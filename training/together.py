@@ -60,10 +60,19 @@ def none_left_waiting() -> Iterator[None]:
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        if isinstance(error, UserError):
-            cli.tell_fault(error)
-        else:
-            traceback.print_exc()
+        status = _tell(error)
         if processes.first():
             time.sleep(SECONDS_TO_SPEAK)
-        cli.leave(error.status if isinstance(error, UserError) else 1)
+        cli.leave(status)
+
+
+def _tell(error: Exception) -> int:
+    """Say what went wrong, and return the status that it has. What exchanging runs into is mostly another's end."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        first = str(error).splitlines()[0][:200]
+        error = NotNowError(f"another process of the run is gone, or a device failed ({first}); its log says why")
+    if isinstance(error, UserError):
+        cli.tell_fault(error)
+        return error.status
+    traceback.print_exc()
+    return 1

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from pathlib import Path
 
 import jax
@@ -17,12 +18,12 @@ from convert.published import publish
 from convert.sources import open_source
 from dflash_jax import reading, sharding
 from dflash_jax.config import DraftConfig
-from dflash_jax.errors import check
+from dflash_jax.errors import check, memory_named
 from dflash_jax.parameters import Params
 from training import compatible, data, optimizer, record, scored, together
 from training.checkpoints import Checkpoints
 from training.config import MeshConfig, RunConfig
-from training.feature_cache import FeatureCache, open_cache
+from training.feature_cache import MANIFEST, FeatureCache, open_cache
 from training.fill_cache import fill
 from training.initial import fingerprint, first_state, initial_draft
 from training.loop import Grounds, Loop
@@ -31,6 +32,10 @@ from training.prepared import Prepared, open_prepared
 from training.step import SCORED, Task, TrainState
 
 DRAFT = "draft"
+TOO_MUCH = (
+    "--train.batch-size, --train.length, --train.anchors: they ask for more memory than there is; less of one, "
+    "--train.remat, or more devices for --mesh.fsdp, is right"
+)
 
 
 def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
@@ -40,14 +45,15 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
         UserError: data, target, output or settings that are not right or do not fit each other; a loss that is not
             finite; no room for what is written.
     """
-    with together.none_left_waiting(), contextlib.ExitStack() as stack:
+    with together.none_left_waiting(), memory_named(TOO_MUCH), contextlib.ExitStack() as stack:
         prepared = open_prepared(prepared_path)
         mesh = _mesh(config)
         together.by_first(lambda: stack.enter_context(record.only_run_in(output)))
         target = _load_target(config, prepared, mesh)
         grounds, state = _begin(config, prepared, target, mesh, output)
         # Twice: leaving the checkpoints waits for the other processes, too.
-        with Checkpoints(output, config.checkpoint) as checkpoints, together.none_left_waiting():
+        ending = together.none_left_waiting(), memory_named(TOO_MUCH)
+        with Checkpoints(output, config.checkpoint) as checkpoints, ending[0], ending[1]:
             position = None
             if checkpoints.latest is not None:
                 state, position = checkpoints.restore(state)
@@ -70,6 +76,9 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
 def _mesh(config: RunConfig) -> Mesh:
     """Lay out the devices of all processes."""
     sizes = dataclasses.asdict(config.mesh.on(jax.device_count()))
+    used = math.prod(sizes.values())
+    if used < jax.device_count():
+        tell(f"--mesh.data, --mesh.fsdp, --mesh.tensor: {used} of {jax.device_count()} devices are used")
     with about("--mesh.data, --mesh.fsdp, --mesh.tensor"):
         return sharding.make_mesh(**sizes)
 
@@ -90,7 +99,10 @@ def _load_target(config: RunConfig, prepared: Prepared, mesh: Mesh) -> LoadedTar
     """Load the target, in the dtype that the run computes in, if the data was made for it."""
     name = config.target or str(find_demo_target("--target"))
     source = open_source(name)
-    compatible.check_run(config, target_config(source), mesh)
+    described = target_config(source)
+    # Before anything is exchanged: on another mesh that would wait for ever.
+    record.check_same([record.settings(config), prepared.manifest["data_hash"], described.to_hf()])
+    compatible.check_run(config, described, mesh)
     record.check_tokenizer(prepared, source)
     place = functools.partial(sharding.place, mesh)
     return load_target(name, config.train.dtype, place=place, watch=progress.show)
@@ -118,6 +130,7 @@ def _begin(
     record.check_alike(output, resolved, facts)
     taps, cache = draft.target_layer_ids, None
     weights = reading.stack(mesh, target.config, taps, target.params, through=task.needs_teacher)
+    target.params.clear()  # of layers that are not run
     if config.features.cache:
         cache = _cache(config, task, prepared, weights, mark)
         weights = {name: weights[name] for name in ("embedding", "head") if name in weights}
@@ -152,7 +165,9 @@ def _cache(config: RunConfig, task: Task, prepared: Prepared, target: Params, ma
     widths |= {"hidden": task.target.hidden_size} if task.needs_teacher else {}
     facts = {"target": mark, "taps": list(taps), "widths": widths, "length": config.train.length, "dtype": task.dtype}
     opened = functools.partial(open_cache, Path(str(config.features.cache)), facts, prepared)
+    told = f"--features.cache {config.features.cache}"
     together.by_first(opened)
+    record.wait_for(Path(str(config.features.cache)) / MANIFEST, told)
     cache = opened()
     fill(cache, task, target)
     return cache
