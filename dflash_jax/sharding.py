@@ -65,13 +65,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
         f"mesh: {needed} of {len(there)} devices leave process {min(idle, default=0)} without one; "
         f"sizes that make {len(there)} are right",
     )
-    try:
-        laid_out = _laid_out(data, fsdp, tensor, there[:needed])
-    except (AssertionError, ValueError, NotImplementedError) as error:
-        raise UserError(
-            f"mesh: {needed} of {len(there)} devices cannot be laid out as {data}, {fsdp}, {tensor} ({error}); sizes "
-            f"that make {len(there)} are right"
-        ) from error
+    laid_out = _laid_out(data, fsdp, tensor, there[:needed])
     return Mesh(laid_out, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -89,10 +83,16 @@ def _laid_out(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> np.n
         f"mesh: data={data}, fsdp={fsdp} over {slices} slices of TPUs, or nodes of GPUs; a multiple of {slices} for "
         "data, or for both together, is right",
     )
-    within = (data // by_data, fsdp // by_fsdp, tensor)
-    if slices == 1:
-        return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
-    return mesh_utils.create_hybrid_device_mesh(within, (by_data, by_fsdp, 1), devices, allow_split_physical_axes=True)
+    within, split = (data // by_data, fsdp // by_fsdp, tensor), {"allow_split_physical_axes": True}
+    try:
+        if slices == 1:
+            return mesh_utils.create_device_mesh(within, devices, **split)
+        return mesh_utils.create_hybrid_device_mesh(within, (by_data, by_fsdp, 1), devices, **split)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"mesh: data={data}, fsdp={fsdp}, tensor={tensor} cannot be laid out on these {len(devices)} devices "
+            f"({error}); sizes that make as many as there are are right"
+        ) from error
 
 
 def check_mesh(mesh: Mesh | AbstractMesh, config: TransformerConfig) -> None:
