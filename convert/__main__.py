@@ -1,5 +1,6 @@
 """`python -m convert`: checkpoints from one format to another, and what they are."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax
 
 from convert import progress
 from convert.cli import Parser, run
+from convert.conversion import read_size
 from convert.inspection import inspect
 from convert.to_flax import to_flax
 from convert.to_hf import to_hf
@@ -26,10 +28,12 @@ def main(arguments: Sequence[str]) -> None:
     # Converting needs no accelerator, and a model may well not fit on one.
     jax.config.update("jax_platforms", "cpu")
     if options.command == "inspect":
-        _print(inspect(options.path), as_json=options.json)
+        _print(inspect(options.path, options.target), as_json=options.json)
         return
-    write = {"to-flax": to_flax, "to-hf": to_hf}[options.command]
-    made = write(options.source, Path(options.destination), options.dtype, watch=progress.show)
+    write = to_flax
+    if options.command == "to-hf":
+        write = functools.partial(to_hf, most=read_size(options.max_shard_size))
+    made = write(options.source, Path(options.destination), options.dtype, verify=options.verify, watch=progress.show)
     print(f"{options.destination}: {made['kind']}, {made['parameters']:,} parameters, {made['dtype']}")
 
 
@@ -46,9 +50,17 @@ def _parser() -> Parser:
         command.add_argument(
             "--dtype", default="keep", metavar="keep|float32|bfloat16", help="of the parameters written (default: keep)"
         )
+        command.add_argument(
+            "--verify", action="store_true", help="compare what was written with the source, bit by bit"
+        )
+        if name == "to-hf":
+            command.add_argument(
+                "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default: 5GB)"
+            )
     text = "say what a checkpoint is, from its headers"
     command = commands.add_parser("inspect", help=text, description=text, epilog=EXAMPLE)
     command.add_argument("path", metavar="PATH", help=SOURCE)
+    command.add_argument("--target", metavar="T", help="say of a draft whether it is for this target")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -57,12 +69,24 @@ def _print(description: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(description))
         return
+    layers = description.pop("layers")
     width = max(map(len, description))
     for name, value in description.items():
         print(f"{name:<{width}}  {_text(value)}")
+    print()
+    _print_table(layers)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    cells = [list(rows[0]), *([_text(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

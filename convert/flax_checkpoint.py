@@ -4,25 +4,27 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore
+from orbax.checkpoint.experimental import v1 as ocp
 
 from convert import names, weights
 from convert.files import about, check_room, read_json, write_json
 from convert.huggingface import HuggingFaceSource
+from convert.trees import nest
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import UserError, check
-from dflash_jax.parameters import Params
 
 MANIFEST, PARAMS = "manifest.json", "params"
 ARRAY_HEADER = "/.zarray"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+STATE = "state"  # where orbax puts a tree
+AT_ONCE = 2**28  # bytes, and a tensor more
 
 
 class FlaxSource(HuggingFaceSource):
@@ -44,7 +46,7 @@ class FlaxSource(HuggingFaceSource):
         super().__init__(path)
 
     @functools.cached_property
-    def stored(self) -> dict[str, tuple[names.Shape, np.dtype]]:
+    def parameters(self) -> dict[str, tuple[names.Shape, np.dtype]]:
         """Every parameter's shape and dtype, by path."""
         with _readable(self.path / PARAMS):
             store = tensorstore.KvStore.open(self._store()).result()
@@ -57,20 +59,23 @@ class FlaxSource(HuggingFaceSource):
 
     def check(self, config: TargetConfig | DraftConfig) -> None:
         """Refuse parameters that are not those of the config."""
-        found = {path: shape for path, (shape, _) in self.stored.items()}
+        found = {path: shape for path, (shape, _) in self.parameters.items()}
         with about(self.path / PARAMS):
             names.check_shapes(found, names.expected(config, "flax"))
 
     def dtypes(self) -> list[str]:
         """Return the dtypes that are stored, by name."""
-        return sorted({dtype.name for _, dtype in self.stored.values()})
+        return sorted({dtype.name for _, dtype in self.parameters.values()})
 
-    def arrays(self, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> weights.Arrays:
+    def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
+        """Return each parameter's dtype."""
+        return {path: self.parameters[path][1] for path in names.expected(config, "flax")}
+
+    def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
         """Yield every parameter, one at a time."""
         for path, tensor in names.expected(config, "flax").items():
-            kind = weights.loaded_dtype(dtype, self.stored[path][1], f"{self.path}: {path}")
             array = self._read(path)
-            yield path, array if kind == array.dtype else weights.assemble([array], tensor, kind)
+            yield path, array if kinds[path] == array.dtype else weights.assemble([(tensor, [array])], kinds[path])
 
     def _read(self, path: str) -> np.ndarray:
         with _readable(self.path / PARAMS):
@@ -80,28 +85,55 @@ class FlaxSource(HuggingFaceSource):
     def _store(self) -> dict[str, Any]:
         # Orbax would read the whole tree at once, or a part of it at the price of its records of everything; what it
         # writes is arrays of a documented format in a store of another, and both are tensorstore's.
-        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path.absolute() / PARAMS}/"}}
+        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path.absolute() / PARAMS / STATE}/"}}
 
     def files(self) -> list[Path]:
         """Return every file of the checkpoint."""
         return sorted(file for file in self.path.rglob("*") if file.is_file())
 
 
-def write(directory: Path, params: Params, hf_config: dict[str, Any], manifest: dict[str, Any]) -> None:
-    """Write config, parameters and, last, the manifest into a directory.
+def write(
+    directory: Path,
+    config: TargetConfig | DraftConfig,
+    kinds: Mapping[str, np.dtype],
+    arrays: weights.Arrays,
+    hf_config: dict[str, Any],
+) -> None:
+    """Write config and parameters into a directory, a few at a time; a manifest is still to come.
 
     Raises:
         OSError: no room, or whatever else the file system objects to.
     """
-    check_room(directory, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+    shapes = names.shapes(config)
+    check_room(directory, sum(math.prod(shapes[path]) * kind.itemsize for path, kind in kinds.items()))
     write_json(directory / "config.json", hf_config)
-    # Compressing would hold everything a second time, and take ten times as long, for little: weights are noise.
-    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+    place = directory.absolute() / PARAMS
+    context = ocp.Context()
+    context.array.saving.use_zarr3 = False
+    # Either would hold everything a second time; and weights are noise, which compresses little.
+    context.array.saving.use_compression = False
+    context.memory.deepcopy_host_arrays = False
+    with _quiet(), context:
         try:
-            checkpointer.save(directory.absolute() / PARAMS, args=ocp.args.PyTreeSave(params))
+            for some in _groups(arrays):
+                ocp.partial.save(place, nest(some))
+                some.clear()
+            ocp.partial.finalize(place)
         except ValueError as error:  # what tensorstore makes of one
             raise OSError(str(error)) from error
-    write_json(directory / MANIFEST, {"format_version": FORMAT_VERSION} | manifest)
+
+
+def _groups(arrays: weights.Arrays) -> Iterator[list[tuple[str, np.ndarray]]]:
+    """Put arrays together that are worth a save of their own."""
+    group: list[tuple[str, np.ndarray]] = []
+    for item in arrays:
+        group.append(item)
+        del item  # the next one is made while this loop would hold it
+        if sum(one.nbytes for _, one in group) > AT_ONCE:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from dflash_jax.config import FAMILIES
 from dflash_jax.errors import check
 from dflash_jax.rope import Rotary
 
+READ = ("qwen3", "llama")
 ARCHITECTURE = "general.architecture"
 ROPE_FACTORS = "rope_freqs.weight"
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -29,7 +30,7 @@ def read(metadata: Mapping[str, Any], tensors: Mapping[str, Any], rope_factors: 
         UserError: an architecture or a feature that is not supported, or a number that is not there.
     """
     family = metadata.get(ARCHITECTURE)
-    check(family in FAMILIES, f"{ARCHITECTURE} {family!r} is not supported; {' and '.join(FAMILIES)} are")
+    check(family in READ, f"{ARCHITECTURE} {family!r} is not supported; {' and '.join(READ)} are")
     check(
         metadata.get("split.count", 1) <= 1,
         f"one of {metadata.get('split.count')} parts of a model; the one file that llama-gguf-split --merge makes "

@@ -1,7 +1,7 @@
 """GGUF files of Llama and Qwen3 targets: their metadata as a config, their tensors dequantised."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,16 @@ class GgufSource:
         """Return the types that are stored, by name."""
         return sorted({tensor.type.name for tensor in self.tensors.values()})
 
-    def arrays(self, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> weights.Arrays:
+    def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
+        """Return the dtype that each parameter has once it is dequantised."""
+        wanted = names.expected(config, "gguf").items()
+        return {tensor.path: KEPT.get(self.tensors[name].type, np.dtype(np.float32)) for name, tensor in wanted}
+
+    def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
         """Yield every parameter, one at a time, dequantised."""
         for name, tensor in names.expected(config, "gguf").items():
-            stored = KEPT.get(self.tensors[name].type, np.dtype(np.float32))
-            order = self._row_order(name, config)
-            yield tensor.path, weights.assemble(self._blocks(self.tensors[name], order), tensor, dtype or stored)
+            blocks = self._blocks(self.tensors[name], self._row_order(name, config))
+            yield tensor.path, weights.assemble([(tensor, blocks)], kinds[tensor.path])
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return no more stops than the config has: there is no other place for them."""

@@ -3,45 +3,37 @@
 Published DFlash drafts have the same form. Pickle files are never loaded, nor is code.
 """
 
-import dataclasses
 import functools
-import json
+import itertools
 import shutil
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from convert import names, tokenizer_files, weights
-from convert.files import about, read_json, unique
+from convert import float8, names, tokenizer_files, weights
+from convert.files import about, read_json
+from convert.safetensors_headers import Header, read_headers
+from convert.shards import INDEX, SINGLE
+from convert.speculators import D2T, T2D, has_whole_vocabulary, read_vocabulary
 from dflash_jax.config import DraftConfig, TargetConfig, token_ids
 from dflash_jax.errors import UserError, check
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 STORED = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-PRUNED = ("d2t", "t2d")
+UNQUANTISED = np.dtype(ml_dtypes.bfloat16)  # what a weight in float8 becomes
+VOCABULARY = {D2T: "I64", T2D: "BOOL"}
 LEGACY_BUFFER = "rotary_emb.inv_freq"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-@dataclasses.dataclass(frozen=True)
-class Header:
-    """What a file's header says of one tensor."""
-
-    file: Path
-    shape: names.Shape
-    dtype: str
 
 
 class HuggingFaceSource:
@@ -58,35 +50,55 @@ class HuggingFaceSource:
             "`python -m convert to-flax` wrote, or a .gguf file is right",
         )
         self.hf_config = read_json(path / "config.json")
+        # What is read is no longer quantised.
+        self._quantised = self.hf_config.pop("quantization_config", None)
+
+    @functools.cached_property
+    def _scaled_by(self) -> tuple[int, int] | None:
+        with about(self.config_name):
+            return float8.block_size(self._quantised)
 
     @functools.cached_property
     def headers(self) -> dict[str, Header]:
         """Every tensor's header, by name; buffers that old files keep of what the config says are left out."""
-        headers = _read_index(self.path) if _is_sharded(self.path) else _read_header(self.path / SINGLE)
-        return {name: header for name, header in headers.items() if not name.endswith(LEGACY_BUFFER)}
+        headers = read_headers(self.path).items()
+        ignored = (D2T, T2D) if has_whole_vocabulary(self.hf_config) else ()
+        return {name: header for name, header in headers if not name.endswith(LEGACY_BUFFER) and name not in ignored}
 
     def check(self, config: TargetConfig | DraftConfig) -> None:
         """Refuse tensors that are not those of the config, or of a dtype that is not supported."""
         headers = self.headers
         with about(self.path):
-            pruned = [name for name in PRUNED if name in headers]
+            shapes = {name: header.shape for name, header in headers.items()}
+            wanted = self._wanted(config) | self._scales()
+            if D2T in wanted:
+                wanted[T2D] = names.Tensor(T2D, (config.vocab_size,), transposed=False)
+            pruned = [name for name in (D2T, T2D) if name in headers and name not in wanted]
             check(
                 not pruned,
-                f"{', '.join(pruned)}: drafts with a pruned vocabulary are not supported; one with the target's "
-                "whole vocabulary is",
+                f"{', '.join(pruned)}: of a pruned vocabulary, and {self.config_name} tells of none; a config in the "
+                "layout of speculators, with its draft_vocab_size, is right",
             )
-            shapes = {name: header.shape for name, header in headers.items()}
             if self._stores_tied_head(config):
                 shapes.pop(HEAD)
-            names.check_shapes(shapes, self._wanted(config))
-            odd = [f"{name} ({header.dtype})" for name, header in headers.items() if header.dtype not in STORED]
+            names.check_shapes(shapes, wanted)
+            odd = [f"{name} ({header.dtype})" for name, header in headers.items() if not self._reads(name)]
             check(not odd, f"tensors of a dtype that is not supported: {', '.join(odd)}; {', '.join(STORED)} are")
 
     def dtypes(self) -> list[str]:
         """Return the dtypes that are stored, by name."""
-        return sorted({STORED[header.dtype].name for header in self.headers.values()})
+        known = STORED | {float8.STORED: float8.DTYPE}
+        return sorted({known[header.dtype].name for header in self.headers.values() if header.dtype in known})
 
-    def arrays(self, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> weights.Arrays:
+    def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
+        """Return each parameter's dtype; one that consists of several tensors has what holds them all."""
+        kinds: dict[str, np.dtype] = {}
+        for name, tensor in self._wanted(config).items():
+            dtype = np.dtype(np.int32) if name == D2T else STORED.get(self.headers[name].dtype, UNQUANTISED)
+            kinds[tensor.path] = jnp.promote_types(kinds.get(tensor.path, dtype), dtype)
+        return kinds
+
+    def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
         """Yield every parameter, one at a time.
 
         Raises:
@@ -94,9 +106,12 @@ class HuggingFaceSource:
         """
         if self._stores_tied_head(config):
             self._check_tied_head()
-        for name, tensor in self._wanted(config).items():
-            kind = weights.loaded_dtype(dtype, STORED[self.headers[name].dtype], f"{self.path}: {name}")
-            yield tensor.path, weights.assemble(self._blocks(name), tensor, kind)
+        for path, group in itertools.groupby(self._wanted(config).items(), lambda item: item[1].path):
+            parts = dict(group)
+            if D2T in parts:
+                yield path, self._vocabulary()
+                continue
+            yield path, weights.assemble([(tensor, self._values(name)) for name, tensor in parts.items()], kinds[path])
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return the stops that the generation config adds."""
@@ -141,6 +156,31 @@ class HuggingFaceSource:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{header.file}: {name} cannot be read ({error}); a complete file is right") from error
 
+    def _values(self, name: str) -> Iterator[np.ndarray]:
+        if self._scaled_by is None or not float8.is_matrix(self.headers[name]):
+            return self._blocks(name)
+        scale = np.concatenate(list(self._blocks(name + float8.SCALE)))
+        return float8.dequantised(float8.blocks(self.headers[name]), scale, self._scaled_by)
+
+    def _scales(self) -> dict[str, names.Tensor]:
+        """Return the scales that a checkpoint in float8 has."""
+        if self._scaled_by is None:
+            return {}
+        quantised = [name for name, header in self.headers.items() if float8.is_matrix(header)]
+        shapes = {name: float8.scale_shape(self.headers[name].shape, self._scaled_by) for name in quantised}
+        return {name + float8.SCALE: names.Tensor("", shape, transposed=False) for name, shape in shapes.items()}
+
+    def _reads(self, name: str) -> bool:
+        """Say whether a tensor is of a dtype that is supported."""
+        header = self.headers[name]
+        if name in VOCABULARY:
+            return header.dtype == VOCABULARY[name]
+        return header.dtype in STORED or (self._scaled_by is not None and float8.is_matrix(header))
+
+    def _vocabulary(self) -> np.ndarray:
+        with about(self.path):
+            return read_vocabulary(*(np.concatenate(list(self._blocks(name))) for name in (D2T, T2D)))
+
     def _stores_tied_head(self, config: TargetConfig | DraftConfig) -> bool:
         tied = isinstance(config, TargetConfig) and config.tie_word_embeddings
         return tied and HEAD in self.headers and EMBEDDING in self.headers
@@ -156,61 +196,3 @@ class HuggingFaceSource:
             f"{head.file}: {HEAD} differs from {EMBEDDING}, but {self.config_name} ties them; tie_word_embeddings "
             "false, or no head of its own, is right",
         )
-
-
-def _is_sharded(path: Path) -> bool:
-    if (path / SINGLE).exists():
-        return False
-    if (path / INDEX).exists():
-        return True
-    pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
-    check(
-        not pickles,
-        f"{path}: no {SINGLE}, only {', '.join(pickles)}, and pickle files are never loaded; the same weights in "
-        "safetensors are right",
-    )
-    raise UserError(f"{path}: no weights in it; {SINGLE}, or {INDEX} and its shards, is right")
-
-
-def _read_header(file: Path) -> dict[str, Header]:
-    check(file.is_file(), f"{file}: no such file")
-    try:
-        with safe_open(file, framework="numpy"):
-            pass  # the library has checked the header; what it does not tell is whether a name is there twice
-        with about(file), file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length), object_pairs_hook=unique)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a readable safetensors file ({error}); a complete one is right") from error
-    return {
-        name: Header(file, tuple(entry["shape"]), entry["dtype"])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-def _read_index(path: Path) -> dict[str, Header]:
-    index = path / INDEX
-    listing = read_json(index).get("weight_map")
-    with about(index):
-        if not isinstance(listing, dict) or not listing:
-            raise UserError("no weight_map; an object of tensor names and their shards is right")
-        outside = sorted({str(shard) for shard in listing.values() if not _is_shard_name(shard)})
-        check(not outside, f"{', '.join(outside)}: not a shard's name; a .safetensors file beside the index is right")
-        shards = sorted(set(listing.values()))
-        absent = [shard for shard in shards if not (path / shard).is_file()]
-        check(not absent, f"names {', '.join(absent)}, which is not there; every shard beside the index is right")
-    inside = {shard: _read_header(path / shard) for shard in shards}
-    faults = [f"{name} is not in {shard}" for name, shard in listing.items() if name not in inside[shard]]
-    faults += [
-        f"{name} is in {shard}, and the index {'puts it in ' + listing[name] if name in listing else 'lacks it'}"
-        for shard, headers in inside.items()
-        for name in headers
-        if listing.get(name) != shard
-    ]
-    check(not faults, f"{index}: does not fit its shards: {'; '.join(faults)}")
-    return {name: inside[shard][name] for name, shard in listing.items()}
-
-
-def _is_shard_name(shard: Any) -> bool:
-    return isinstance(shard, str) and shard.endswith(".safetensors") and not set(shard) & set("/\\:\0")

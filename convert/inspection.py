@@ -1,19 +1,25 @@
 """What a checkpoint is."""
 
+import collections
 import math
+from collections.abc import Mapping
 from typing import Any
 
-import jax
+import numpy as np
 
 from convert import names
-from convert.load import any_config, stop_token_ids
+from convert.load import any_config, stop_token_ids, target_config_of
 from convert.sources import open_source
-from dflash_jax.config import DRAFT_ARCHITECTURE, FAMILIES, DraftConfig, TargetConfig
-from dflash_jax.parameters import Params
+from dflash_jax.config import DRAFT_ARCHITECTURE, FAMILIES, DraftConfig, TargetConfig, check_pair
+from dflash_jax.errors import UserError
 
 
-def inspect(name: str) -> dict[str, Any]:
+def inspect(name: str, target: str | None = None) -> dict[str, Any]:
     """Describe a checkpoint of any format, without loading its weights.
+
+    Args:
+        name: its path or hub id.
+        target: of a draft, a target; `fits` then says whether the draft was made for it, and `misfit` what not.
 
     Raises:
         UserError: nothing there, or nothing that is a whole checkpoint that we support.
@@ -37,16 +43,49 @@ def inspect(name: str) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_positions": config.max_positions,
         "chat_template": source.has_chat_template(),
+        **(_pair(config, target) if target is not None else {}),
+        "layers": _layers(config, source.stored(config)),
     }
 
 
-def summary(config: TargetConfig | DraftConfig, params: Params) -> dict[str, Any]:
-    """Say of a checkpoint in memory what its kind is, its dtype (or those that it mixes), and how large it is."""
-    leaves = jax.tree.leaves(params)
+def _pair(draft: TargetConfig | DraftConfig, name: str) -> dict[str, Any]:
+    if isinstance(draft, TargetConfig):
+        raise UserError("--target: it is for drafts, and this is a target; leaving it out is right")
+    target = target_config_of(name)
+    try:
+        check_pair(target, draft)
+    except UserError as error:
+        return {"target": name, "fits": False, "misfit": str(error)}
+    return {"target": name, "fits": True}
+
+
+def _layers(config: TargetConfig | DraftConfig, stored: Mapping[str, np.dtype]) -> list[dict[str, Any]]:
+    """Say of every layer what it sees, what transforms, how large it is and in which dtypes."""
+    sizes: collections.Counter[str] = collections.Counter()
+    dtypes: dict[str, set[str]] = collections.defaultdict(set)
+    for path, shape in names.shapes(config).items():
+        layer = path.partition("/")[0]
+        sizes[layer] += math.prod(shape)
+        dtypes[layer].add(stored[path].name)
+    return [
+        {
+            "layer": i,
+            "attention": "full" if layer.window is None else f"last {layer.window}",
+            "experts": f"{layer.experts.chosen} of {layer.experts.count}" if layer.experts else "none",
+            "width": layer.experts.intermediate_size if layer.experts else config.intermediate_size,
+            "parameters": sizes[f"layers_{i}"],
+            "dtypes": sorted(dtypes[f"layers_{i}"]),
+        }
+        for i, layer in enumerate(config.layers)
+    ]
+
+
+def summary(config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> dict[str, Any]:
+    """Say of a checkpoint what its kind is, its dtype (or those that it mixes), and how large it is."""
     return {
         "kind": "target" if isinstance(config, TargetConfig) else "draft",
-        "dtype": "+".join(sorted({leaf.dtype.name for leaf in leaves})),
-        "parameters": sum(leaf.size for leaf in leaves),
+        "dtype": "+".join(sorted({kind.name for path, kind in kinds.items() if path != names.VOCABULARY})),
+        "parameters": sum(map(math.prod, names.shapes(config).values())),
     }
 
 
@@ -67,4 +106,5 @@ def _draft(config: DraftConfig) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
+        "own_vocabulary": config.own_vocabulary,
     }

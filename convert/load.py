@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from convert import hub, names, weights
-from convert.files import about_values, read_json
+from convert import hub, speculators, weights
+from convert.files import about, about_values, read_json
 from convert.gguf_file import GgufSource
 from convert.progress import Watch, quiet
 from convert.sources import Source, is_hub_id, open_source
@@ -106,6 +106,8 @@ def draft_config(source: Source) -> DraftConfig:
     if isinstance(source, GgufSource):
         raise UserError(f"{source.path}: a .gguf file holds a target; a draft's directory is right")
     with about_values(source.config_name):
+        if speculators.is_speculators(source.hf_config):
+            return speculators.read_config(source.hf_config)
         return DraftConfig.from_hf(source.hf_config)
 
 
@@ -130,6 +132,14 @@ def read_params(
         UserError: tensors that are missing, unexpected, mis-shaped or unreadable.
     """
     source.check(config)
-    total = len(names.shapes(config))
-    arrays: Iterable[tuple[str, np.ndarray]] = watch(source.arrays(config, dtype), total, f"reading {source.path.name}")
+    kinds = kinds_of(source, config, dtype)
+    arrays: Iterable[tuple[str, np.ndarray]] = watch(
+        source.arrays(config, kinds), len(kinds), f"reading {source.path.name}"
+    )
     return nest((path, place(tuple(path.split("/")), array)) for path, array in arrays)
+
+
+def kinds_of(source: Source, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> dict[str, np.dtype]:
+    """Return the dtype that each parameter gets."""
+    with about(source.path):
+        return weights.kinds(source.stored(config), dtype)

@@ -20,7 +20,8 @@ Shape = tuple[int, ...]
 class Row:
     """One tensor, or one a layer (`{}`), by its name in each layout; None where a layout has no such tensor.
 
-    `transposed`: other layouts store it [out, in] and we [in, out].
+    A second `{}` is for the experts, whose tensors we hold as one. `transposed`: other layouts store it [out, in] and
+    we [in, out].
     """
 
     flax: str
@@ -35,9 +36,15 @@ def _layer(flax: str, hugging_face: str, gguf: str, *, transposed: bool = False)
     return Row(f"layers_{{}}/{flax}", f"model.{layer}", layer, f"blk.{{}}.{gguf}", transposed)
 
 
+def _each_expert(name: str) -> Row:
+    there = f"model.layers.{{}}.mlp.experts.{{}}.{name}.weight"
+    return Row(f"layers_{{}}/experts/{name}", there, None, None, transposed=True)
+
+
 TABLE = (
-    Row("embedding", "model.embed_tokens.weight", None, "token_embd.weight"),
-    Row("head", "lm_head.weight", None, "output.weight", transposed=True),
+    Row("embedding", "model.embed_tokens.weight", "embed_tokens.weight", "token_embd.weight"),
+    Row("head", "lm_head.weight", "lm_head.weight", "output.weight", transposed=True),
+    Row("vocabulary", None, "d2t", None),
     Row("fc/kernel", None, "fc.weight", None, transposed=True),
     Row("context_norm/scale", None, "hidden_norm.weight", None),
     Row("final_norm/scale", "model.norm.weight", "norm.weight", "output_norm.weight"),
@@ -59,17 +66,25 @@ TABLE = (
     _layer("mlp/up_proj/bias", "mlp.up_proj.bias", "ffn_up.bias"),
     _layer("mlp/down_proj/kernel", "mlp.down_proj.weight", "ffn_down.weight", transposed=True),
     _layer("mlp/down_proj/bias", "mlp.down_proj.bias", "ffn_down.bias"),
+    Row("layers_{}/experts/router/kernel", "model.layers.{}.mlp.gate.weight", None, None, transposed=True),
+    *(_each_expert(name) for name in ("gate_proj", "up_proj", "down_proj")),
 )
+# A draft's own tokens, which no dtype that is asked for changes.
+VOCABULARY = "vocabulary"
 _ROWS = {row.flax: row for row in TABLE}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor that a config asks for: where it goes, and the shape in which the layout stores it."""
+    """A tensor that a config asks for: where it goes, and the shape in which the layout stores it.
+
+    `expert` says which row of a parameter it is that is one tensor for each expert, None where it is all of one.
+    """
 
     path: str
     shape: Shape
     transposed: bool
+    expert: int | None = None
 
 
 @functools.lru_cache(maxsize=8)
@@ -84,14 +99,20 @@ def published_layout(config: TargetConfig | DraftConfig) -> Layout:
 
 
 def expected(config: TargetConfig | DraftConfig, layout: Layout) -> dict[str, Tensor]:
-    """Return every tensor that a checkpoint of this config has, by its name in the layout."""
+    """Return every tensor that a checkpoint of this config has, by its name in the layout.
+
+    Those that are parts of one parameter follow one another.
+    """
     tensors = {}
     for path, shape in shapes(config).items():
         index = re.match(r"layers_(\d+)/", path)
         row = _ROWS[re.sub(r"^layers_\d+/", "layers_{}/", path)]
-        name = getattr(row, layout).format(index[1] if index else None)
-        transposed = row.transposed and layout != "flax"
-        tensors[name] = Tensor(path, shape[::-1] if transposed else shape, transposed)
+        name, transposed = getattr(row, layout), row.transposed and layout != "flax"
+        experts = range(shape[0]) if name.count("{}") > 1 else [None]
+        for expert in experts:
+            part = shape if expert is None else shape[1:]
+            spelt = name.format(index[1] if index else None, expert)
+            tensors[spelt] = Tensor(path, part[::-1] if transposed else part, transposed, expert)
     return tensors
 
 

@@ -44,6 +44,7 @@ def show(items: Iterable[T], total: int, label: str) -> Iterator[T]:
             tell(f"{label}: {done} of {total}")
             last = time.monotonic()
         yield item
+        del item  # which the next one may be as large as
 
 
 def quiet(items: Iterable[T], total: int, label: str) -> Iterable[T]:  # noqa: ARG001

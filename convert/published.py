@@ -1,70 +1,113 @@
 """Directories in the published layout, as transformers, vLLM, SGLang and the published reference load them."""
 
+import collections
 import functools
-import json
-import struct
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert import names, weights
-from convert.files import check_room, new_directory, write_json
-from convert.huggingface import SINGLE, STORED
+from convert import names, speculators, weights
+from convert.files import new_directory, write_json
+from convert.shards import DTYPES, Shards, Stored
 from convert.trees import flatten
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import check
 from dflash_jax.parameters import Params
 
-# Serving engines take no other; from the widest to the narrowest, so that every tensor of a file starts aligned.
-WRITTEN = {STORED[name]: name for name in ("F32", "BF16", "F16")}
-METADATA = {"format": "pt"}  # transformers asks for it
+FLOATS = tuple(kind for kind in DTYPES if jnp.issubdtype(kind, jnp.floating))
+LARGEST_SHARD = 5 * 10**9  # bytes; transformers' own
 
 
 def publish(destination: Path, config: DraftConfig | TargetConfig, params: Params, dtype: str | None) -> None:
-    """Write a directory, which appears whole or not at all; arguments as for `write_published`.
-
-    Raises:
-        UserError: as for `write_published`, a destination that is there already, or no room for it.
-    """
-    with new_directory(destination) as directory:
-        write_published(directory, config, params, dtype)
-
-
-def write_published(directory: Path, config: DraftConfig | TargetConfig, params: Params, dtype: str | None) -> None:
-    """Fill an empty directory with config.json and model.safetensors.
-
-    Memory holds one tensor more than the parameters: each is turned, cast and written by itself.
+    """Write a directory, which appears whole or not at all.
 
     Args:
-        directory: where to write.
+        destination: a directory that is not there yet.
         config: of the model.
         params: its parameters, every one of them whole in this process.
         dtype: "float32" or "bfloat16"; None keeps that of each tensor.
 
     Raises:
-        UserError: parameters that are not those of the config, or of a dtype that is not published.
-        OSError: no room, or whatever else the file system objects to.
+        UserError: parameters that are not those of the config, or of a dtype that is not published; a destination that
+            is there already, or no room for it.
     """
-    asked = weights.asked_dtype(dtype)
     leaves = flatten(params)
     names.check_shapes({path: leaf.shape for path, leaf in leaves.items()}, names.expected(config, "flax"))
-    kinds = {path: asked or np.dtype(leaf.dtype) for path, leaf in leaves.items()}
-    odd = [f"{path} ({kind.name})" for path, kind in kinds.items() if kind not in WRITTEN]
+    kinds = weights.kinds({path: leaf.dtype for path, leaf in leaves.items()}, weights.asked_dtype(dtype))
+    with new_directory(destination) as directory:
+        write_published(directory, config, kinds, ((path, np.asarray(leaf)) for path, leaf in leaves.items()))
+
+
+def write_published(
+    directory: Path,
+    config: DraftConfig | TargetConfig,
+    kinds: Mapping[str, np.dtype],
+    arrays: Iterable[tuple[str, np.ndarray]],
+    most: int = LARGEST_SHARD,
+) -> None:
+    """Fill an empty directory with config.json and safetensors, each array as it comes.
+
+    Args:
+        directory: where to write.
+        config: of the model.
+        kinds: the dtype that each parameter is written in.
+        arrays: the parameters.
+        most: bytes of a file.
+
+    Raises:
+        UserError: a dtype that is not published.
+        OSError: no room, or whatever else the file system objects to.
+    """
+    odd = [f"{path} ({kind.name})" for path, kind in kinds.items() if kind not in FLOATS and path != names.VOCABULARY]
     check(not odd, f"dtypes that are not published: {', '.join(odd)}; --dtype float32 or bfloat16 is right")
-    write_json(directory / "config.json", _spell(config, set(kinds.values())))
-    _write_tensors(directory / SINGLE, names.expected(config, names.published_layout(config)), leaves, kinds)
+    write_json(directory / "config.json", _spell(config, kinds))
+    wanted = names.expected(config, names.published_layout(config))
+    shards = Shards(directory, _stored(config, wanted, kinds), most)
+    parts: dict[str, dict[str, names.Tensor]] = collections.defaultdict(dict)
+    for name, tensor in wanted.items():
+        parts[tensor.path][name] = tensor
+    for path, array in arrays:
+        for name, part in _parts(config, parts[path], path, array):
+            shards.write(name, part)
+        del array, part  # the next one is read while this loop would hold it
 
 
-def _spell(config: DraftConfig | TargetConfig, kinds: set[np.dtype]) -> dict[str, Any]:
+def _stored(
+    config: DraftConfig | TargetConfig, wanted: Mapping[str, names.Tensor], kinds: Mapping[str, np.dtype]
+) -> dict[str, Stored]:
+    """Return what every tensor will be in the files."""
+    stored = {name: Stored(tensor.shape, kinds[tensor.path]) for name, tensor in wanted.items()}
+    if names.VOCABULARY in kinds:
+        some = speculators.write_vocabulary(np.arange(*wanted[speculators.D2T].shape), config.vocab_size)
+        stored |= {name: Stored(array.shape, array.dtype) for name, array in some.items()}
+    return stored
+
+
+def _parts(
+    config: DraftConfig | TargetConfig, tensors: Mapping[str, names.Tensor], path: str, array: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors that a parameter is stored as."""
+    if path == names.VOCABULARY:
+        yield from speculators.write_vocabulary(array, config.vocab_size).items()
+        return
+    for name, tensor in tensors.items():
+        part = array if tensor.expert is None else array[tensor.expert]
+        yield name, part.T if tensor.transposed else part
+
+
+def _spell(config: DraftConfig | TargetConfig, kinds: Mapping[str, np.dtype]) -> dict[str, Any]:
     """Spell a config for readers old and new."""
+    # The dtype that readers cast every tensor to: where there are several, one that holds them all.
+    floats = {kind for kind in kinds.values() if kind in FLOATS}
+    dtype = functools.reduce(jnp.promote_types, floats).name
+    if isinstance(config, DraftConfig) and config.own_vocabulary is not None:
+        return speculators.write_config(config) | {"dtype": dtype, "torch_dtype": dtype}
     written = config.to_hf()
     rotary = written["rope_parameters"]
     scaled = rotary.get("rope_type", "default") != "default"
-    # The dtype that readers cast every tensor to: where there are several, one that holds them all.
-    dtype = functools.reduce(jnp.promote_types, kinds).name
     written |= {
         "dtype": dtype,
         "torch_dtype": dtype,
@@ -73,28 +116,3 @@ def _spell(config: DraftConfig | TargetConfig, kinds: set[np.dtype]) -> dict[str
     if isinstance(config, DraftConfig) and config.is_causal is not None:
         written["dflash_config"] |= {"causal": config.is_causal}  # where older vLLMs look for it
     return written
-
-
-def _write_tensors(
-    file: Path, tensors: dict[str, names.Tensor], leaves: dict[str, jax.Array | np.ndarray], kinds: dict[str, np.dtype]
-) -> None:
-    """Write a safetensors file; the library's own writer wants a second copy of everything, turned and cast."""
-    rank = list(WRITTEN).index
-    header: dict[str, Any] = {"__metadata__": METADATA}
-    end = 0
-    order = sorted(tensors, key=lambda name: (rank(kinds[tensors[name].path]), name))
-    for name in order:
-        tensor = tensors[name]
-        kind = kinds[tensor.path]
-        start, end = end, end + leaves[tensor.path].size * kind.itemsize
-        header[name] = {"dtype": WRITTEN[kind], "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    check_room(file.parent, end)
-    with file.open("xb") as opened:
-        opened.write(struct.pack("<Q", len(text)) + text)
-        for name in order:
-            tensor = tensors[name]
-            array = np.asarray(leaves[tensor.path])
-            array = np.asarray(array.T if tensor.transposed else array, kinds[tensor.path], order="C")
-            opened.write(array.reshape(-1).view(np.uint8).data)

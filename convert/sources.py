@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,8 +34,11 @@ class Source(Protocol):
     def dtypes(self) -> list[str]:
         """Return the dtypes that are stored, by name."""
 
-    def arrays(self, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> weights.Arrays:
-        """Yield every parameter, one at a time."""
+    def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
+        """Return the dtype that each parameter has."""
+
+    def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
+        """Yield every parameter, one at a time, each of the kind that is given for it."""
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return the stops that stand elsewhere than in the config."""
@@ -73,7 +77,9 @@ def open_source(name: str) -> Source:
     with about(name):  # a name that is too long, a directory that may not be entered
         check(path.exists(), "no such file or directory, and not a hub id (owner/name)")
         is_directory = path.is_dir()
-        is_ours = is_directory and ((path / MANIFEST).exists() or (path / PARAMS).is_dir())
+        # What `to-hf` writes has a manifest, too.
+        unfinished = is_directory and (path / MANIFEST).exists() and not any(path.glob("*.safetensors"))
+        is_ours = unfinished or (is_directory and (path / PARAMS).is_dir())
     if is_directory:
         return FlaxSource(path) if is_ours else HuggingFaceSource(path)
     if path.suffix == ".gguf":

@@ -4,49 +4,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from convert import weights
-from convert.files import new_directory, read_json, write_json
-from convert.inspection import summary
-from convert.load import any_config, read_params
+from convert.conversion import converting
+from convert.files import read_json, write_json
 from convert.progress import Watch, quiet
-from convert.published import write_published
-from convert.sources import check_outside, open_source
+from convert.published import LARGEST_SHARD, write_published
 
 # Names code that lies beside the weights, which is not carried over: it is never loaded.
 CODE = "auto_map"
 
 
-def to_hf(source_name: str, destination: Path, dtype: str | None = None, *, watch: Watch = quiet) -> dict[str, Any]:
-    """Write a published directory, which appears whole or not at all, and return what it holds.
+def to_hf(
+    source_name: str,
+    destination: Path,
+    dtype: str | None = None,
+    *,
+    most: int = LARGEST_SHARD,
+    verify: bool = False,
+    watch: Watch = quiet,
+) -> dict[str, Any]:
+    """Write a published directory, which appears whole or not at all, and return its manifest.
 
     The tokenizer and the generation config come along, and so do fields of the config that we do not interpret.
+    Memory holds one tensor at a time, never the model.
 
     Args:
         source_name: path or hub id of a target or a draft.
         destination: a directory that is not there yet.
         dtype: "float32" or "bfloat16"; None keeps what is stored.
+        most: bytes of a file of weights; a tensor that is larger has a file of its own.
+        verify: read what was written once more, and compare it with the source.
         watch: follows the tensors as they come, for a display of progress.
 
     Raises:
         UserError: as for `load_target`, a destination that is there already, or no room for it.
     """
-    wanted = weights.asked_dtype(dtype)
-    with new_directory(destination) as directory:
-        source = open_source(source_name)
-        check_outside(source, destination)
-        config = any_config(source)
-        params = read_params(source, config, wanted, place=weights.place, watch=watch)
-        source.save_companions(directory)
-        write_published(directory, config, params, None)
-        file = directory / "config.json"
-        write_json(file, _carry(source.hf_config, read_json(file)))
-    return summary(config, params)
+    with converting(source_name, destination, dtype, watch) as conversion:
+        write_published(conversion.directory, conversion.config, conversion.kinds, conversion.arrays(), most)
+        file = conversion.directory / "config.json"
+        write_json(file, _carry(conversion.source.hf_config, read_json(file)))
+        return conversion.finish(verify=verify)
 
 
 def _carry(theirs: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """Add the source's other fields to a config."""
     merged = {**theirs, **ours}
     merged.pop(CODE, None)
-    if "dflash_config" in ours:
-        merged["dflash_config"] = {**(theirs.get("dflash_config") or {}), **ours["dflash_config"]}
+    for inner in ("dflash_config", "transformer_layer_config"):
+        if inner in ours:
+            merged[inner] = {**(theirs.get(inner) or {}), **ours[inner]}
     return merged

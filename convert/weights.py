@@ -1,13 +1,13 @@
 """Tensors on their way in: block by block from a file, into an array of our layout and dtype."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from convert.names import Shape, Tensor
+from convert.names import VOCABULARY, Shape, Tensor
 from dflash_jax.errors import check
 
 # Takes the tensor's path in the parameter tree, and the tensor; returns what the tree will hold.
@@ -33,25 +33,30 @@ def asked_dtype(name: str | None) -> np.dtype | None:
     return DTYPES[name]
 
 
-def loaded_dtype(asked: np.dtype | None, stored: np.dtype, name: str) -> np.dtype:
-    """Return the dtype that a tensor gets: what was asked for, or what is stored.
+def kinds(stored: Mapping[str, np.dtype], asked: np.dtype | None) -> dict[str, np.dtype]:
+    """Return the dtype that each parameter gets: what was asked for, or what is stored.
 
     Raises:
         UserError: a float64 tensor that is to be kept, where JAX would narrow it.
     """
-    if asked is None:
-        _check_width(stored, name)
-    return asked or stored
+    given = {path: asked if asked and path != VOCABULARY else dtype for path, dtype in stored.items()}
+    for path, dtype in given.items():
+        _check_width(dtype, path)
+    return given
 
 
-def assemble(blocks: Iterable[np.ndarray], tensor: Tensor, dtype: np.dtype) -> np.ndarray:
-    """Fill one array from consecutive blocks of rows, turned and cast as they come."""
-    array = _aligned(tensor.shape[::-1] if tensor.transposed else tensor.shape, dtype)
-    rows = array.T if tensor.transposed else array
-    start = 0
-    for block in blocks:
-        rows[start : start + len(block)] = block
-        start += len(block)
+def assemble(parts: Sequence[tuple[Tensor, Iterable[np.ndarray]]], dtype: np.dtype) -> np.ndarray:
+    """Fill one parameter from the tensors that it consists of, each in consecutive blocks of rows, turned and cast."""
+    [(first, _), *others] = parts
+    shape = first.shape[::-1] if first.transposed else first.shape
+    array = _aligned(shape if first.expert is None else (1 + len(others), *shape), dtype)
+    for tensor, blocks in parts:
+        whole = array if tensor.expert is None else array[tensor.expert]
+        rows = whole.T if tensor.transposed else whole
+        start = 0
+        for block in blocks:
+            rows[start : start + len(block)] = block
+            start += len(block)
     return array
 
 

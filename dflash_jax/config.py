@@ -10,16 +10,27 @@ from typing import Any
 from dflash_jax.errors import check
 from dflash_jax.rope import Rotary, is_number
 
-FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+QWEN3_MOE = "qwen3_moe"
+FAMILIES = {"qwen3": "Qwen3ForCausalLM", QWEN3_MOE: "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
 DRAFT_ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Far over any model's, and small enough to find out its shapes: a broken config must not take the memory first.
-MOST_LAYERS, LARGEST_SIZE, LARGEST_INT32 = 512, 2**24, 2**31 - 1
+MOST_LAYERS, MOST_EXPERTS, LARGEST_SIZE, LARGEST_INT32 = 512, 2**12, 2**24, 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A layer's experts: each token has the `chosen` likeliest of `count`, whose shares add up to 1 if `normalised`."""
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    normalised: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """What one layer's attention sees, and how it turns positions.
+    """What one layer's attention sees, and how it turns positions; and its experts, None for a layer with one MLP.
 
     `window`: a query at q sees keys at k with q - k < window (and k - q < window where not causal); None for all.
     """
@@ -27,6 +38,7 @@ class LayerConfig:
     rotary: Rotary
     window: int | None = None
     causal: bool = True
+    experts: ExpertsConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +66,17 @@ class TransformerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig(TransformerConfig):
-    """A Qwen3 or Llama decoder. `stop_token_ids` are the config's own; others may add to them."""
+    """A Qwen3, Qwen3-MoE or Llama decoder. `stop_token_ids` are the config's own; others may add to them."""
 
     family: str = "qwen3"
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has experts."""
+        return any(layer.experts for layer in self.layers)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "TargetConfig":
@@ -70,16 +87,18 @@ class TargetConfig(TransformerConfig):
         """
         check(
             not is_draft(config),
-            f"architectures: {DRAFT_ARCHITECTURE} is a draft; a target ({' or '.join(FAMILIES.values())}) belongs here",
+            f"architectures: {DRAFT_ARCHITECTURE} is a draft; a target ({', '.join(FAMILIES.values())}) belongs here",
         )
         family = config.get("model_type")
         architectures = config.get("architectures") or [FAMILIES.get(str(family))]
         check(
             family in FAMILIES and architectures == [FAMILIES[family]],
             f"architecture {', '.join(map(str, architectures))} (model_type {family!r}) is not supported as a target; "
-            f"{' and '.join(FAMILIES.values())} are",
+            f"{', '.join(FAMILIES.values())} are",
         )
-        common = _read_transformer(config, qk_norm=family == "qwen3", draft=False)
+        common = _read_transformer(config, qk_norm=family != "llama", draft=False)
+        if family == QWEN3_MOE:
+            common["layers"] = _with_experts(config, common["layers"])
         bos = config.get("bos_token_id")
         check(bos is None or _is_int(bos), f"bos_token_id: {bos!r}; a token id or null is right")
         return cls(
@@ -93,18 +112,25 @@ class TargetConfig(TransformerConfig):
     def to_hf(self) -> dict[str, Any]:
         """Spell the config as transformers 5 does; `from_hf` reads it back to an equal one."""
         stops = list(self.stop_token_ids)
-        return _write_transformer(self) | {
-            "architectures": [FAMILIES[self.family]],
-            "model_type": self.family,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
-        }
+        return (
+            _write_transformer(self)
+            | _write_experts(self.layers)
+            | {
+                "architectures": [FAMILIES[self.family]],
+                "model_type": self.family,
+                "tie_word_embeddings": self.tie_word_embeddings,
+                "bos_token_id": self.bos_token_id,
+                "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftConfig(TransformerConfig):
-    """A DFlash draft in the published layout. `target_layer_ids` are 0-based, and tap outputs of layers (law 1)."""
+    """A DFlash draft. `target_layer_ids` are 0-based, and tap outputs of layers (law 1).
+
+    `own_vocabulary`: how many tokens the draft's own head knows; None where embedding and head are the target's.
+    """
 
     block_size: int = 16
     mask_token_id: int = 0
@@ -114,6 +140,7 @@ class DraftConfig(TransformerConfig):
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    own_vocabulary: int | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DraftConfig":
@@ -136,7 +163,7 @@ class DraftConfig(TransformerConfig):
         for field in ("draft_vocab_size", "d2t"):
             check(
                 _either(config, field) in (None, config.get("vocab_size")),
-                f"{field}: drafts with a pruned vocabulary are not supported; one with the target's vocabulary is",
+                f"{field}: a draft with a pruned vocabulary is supported in the layout of speculators alone",
             )
         ids = _either(config, "target_layer_ids")
         check(
@@ -161,6 +188,11 @@ class DraftConfig(TransformerConfig):
         layers = config.get("num_target_layers")
         check(layers is None or _is_int(layers), f"num_target_layers: {layers!r}; a whole number or null is right")
         vocab_size = _positive(config, "vocab_size")
+        own_vocabulary = config.get("own_vocabulary")
+        check(
+            own_vocabulary is None or (_is_int(own_vocabulary) and 0 < own_vocabulary <= vocab_size),
+            f"own_vocabulary: {own_vocabulary!r}; a number from 1 to {vocab_size}, or null, is right",
+        )
         return cls(
             **_read_transformer(config, qk_norm=True, draft=True, is_causal=is_causal),
             block_size=block_size,
@@ -171,16 +203,18 @@ class DraftConfig(TransformerConfig):
             input_embedding_scale=_scale(config, "input_embedding_scale"),
             output_multiplier=_scale(config, "output_multiplier"),
             final_logit_softcapping=float(softcap) if softcap else None,
+            own_vocabulary=own_vocabulary,
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Spell the config in the published layout; `from_hf` reads it back to an equal one."""
+        """Spell the config in the published layout, with our word for what it lacks; `from_hf` reads it back."""
         own = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
         optional = {
             "is_causal": (self.is_causal, None),
             "input_embedding_scale": (self.input_embedding_scale, 1.0),
             "output_multiplier": (self.output_multiplier, 1.0),
             "final_logit_softcapping": (self.final_logit_softcapping, None),
+            "own_vocabulary": (self.own_vocabulary, None),
         }
         return (
             _write_transformer(self)
@@ -198,7 +232,8 @@ class DraftConfig(TransformerConfig):
 
 def is_draft(config: Mapping[str, Any]) -> bool:
     """Say whether a Hugging Face config is a DFlash draft's."""
-    return "dflash_config" in config or any("DFlash" in name for name in config.get("architectures") or [])
+    named = any("DFlash" in name for name in config.get("architectures") or [])
+    return named or "dflash_config" in config or "speculators_model_type" in config
 
 
 def default_taps(num_target_layers: int, taps: int) -> tuple[int, ...]:
@@ -274,7 +309,9 @@ def _read_transformer(
 
 def _layer_types(config: Mapping[str, Any]) -> list[str]:
     count = _positive(config, "num_hidden_layers", most=MOST_LAYERS)
-    first_sliding = config.get("max_window_layers", 28) if config.get("use_sliding_window") else count
+    # Of a Qwen3-MoE all layers slide or none.
+    first = 0 if config.get("model_type") == QWEN3_MOE else config.get("max_window_layers", 28)
+    first_sliding = first if config.get("use_sliding_window") else count
     kinds = config.get("layer_types") or [SLIDING if i >= first_sliding else FULL for i in range(count)]
     check(len(kinds) == count, f"layer_types: {len(kinds)} entries for num_hidden_layers {count}")
     for i, kind in enumerate(kinds):
@@ -293,6 +330,41 @@ def _read_layer(config: Mapping[str, Any], kind: str, draft: bool, is_causal: bo
         f"{config.get('use_sliding_window')!r}; a window of 1 or more, in use, is right",
     )
     return LayerConfig(rotary, window, causal=is_causal is not False)
+
+
+def _with_experts(config: Mapping[str, Any], layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Give their experts to the layers that have some."""
+    field = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    count = _positive(config, field, most=MOST_EXPERTS)
+    step = _positive(config, "decoder_sparse_step", 1)
+    chosen = _positive(config, "num_experts_per_tok", most=count)
+    dense = config.get("mlp_only_layers") or []
+    check(
+        isinstance(dense, list | tuple) and all(_is_int(i) for i in dense),
+        f"mlp_only_layers: {dense!r}; a list of layers is right",
+    )
+    experts = ExpertsConfig(count, chosen, _positive(config, "moe_intermediate_size"), _flag(config, "norm_topk_prob"))
+    sparse = [i for i in range(len(layers)) if i not in dense and (i + 1) % step == 0]
+    check(
+        bool(sparse), f"mlp_only_layers: {dense!r}, decoder_sparse_step {step}; a layer or more with experts is right"
+    )
+    return tuple(
+        dataclasses.replace(layer, experts=experts) if i in sparse else layer for i, layer in enumerate(layers)
+    )
+
+
+def _write_experts(layers: tuple[LayerConfig, ...]) -> dict[str, Any]:
+    some = next((layer.experts for layer in layers if layer.experts), None)
+    if some is None:
+        return {}
+    return {
+        "num_experts": some.count,
+        "num_experts_per_tok": some.chosen,
+        "moe_intermediate_size": some.intermediate_size,
+        "norm_topk_prob": some.normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, layer in enumerate(layers) if layer.experts is None],
+    }
 
 
 def _write_transformer(config: TransformerConfig) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """What a layer of a target and one of a draft have in common: their modules. What attention sees differs."""
 
 from flax import linen as nn
+from jaxtyping import Array, Float
 
 from dflash_jax.attention import Attention
 from dflash_jax.config import LayerConfig, TransformerConfig
+from dflash_jax.experts import Experts
 from dflash_jax.layers import Mlp, RMSNorm
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the MLP, each after a norm and around a residual."""
+    """Attention, then the MLP or the experts, each after a norm and around a residual."""
 
     config: TransformerConfig
     layer: LayerConfig
@@ -17,4 +19,11 @@ class DecoderLayer(nn.Module):
         self.input_norm = RMSNorm(self.config.rms_norm_eps)
         self.attention = Attention(self.config)
         self.mlp_norm = RMSNorm(self.config.rms_norm_eps)
-        self.mlp = Mlp(self.config)
+        if self.layer.experts:
+            self.experts = Experts(self.config, self.layer.experts)
+        else:
+            self.mlp = Mlp(self.config)
+
+    def transform(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """Add to every position what the MLP, or its experts, make of it."""
+        return x + (self.experts if self.layer.experts else self.mlp)(self.mlp_norm(x))

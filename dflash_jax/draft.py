@@ -14,9 +14,11 @@ from dflash_jax.block_attention import Own, Spans, attend_spans
 from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import DraftConfig
 from dflash_jax.decoder_layer import DecoderLayer
+from dflash_jax.heads import score
 from dflash_jax.layers import Linear, RMSNorm
 from dflash_jax.rope import angles
 from dflash_jax.running_softmax import Segment
+from dflash_jax.sampling import likeliest
 
 
 class DraftLayer(DecoderLayer):
@@ -36,7 +38,7 @@ class DraftLayer(DecoderLayer):
             Segment(*self.attention.keys_values(normed, cos_sin), within),
         ]
         x = x + self.attention.output(queries, segments)
-        return x + self.mlp(self.mlp_norm(x))
+        return self.transform(x)
 
     def over_blocks(
         self,
@@ -53,11 +55,14 @@ class DraftLayer(DecoderLayer):
         context = self.attention.keys_values(fused, context_turns)
         own = Own(*self.attention.keys_values(normed, block_turns), masks.block(self.layer, t)[0])
         x = sharding.by_rows(x + self.attention.project(join_heads(attend_spans(queries, *context, spans, own))))
-        return sharding.by_rows(x + self.mlp(self.mlp_norm(x)))
+        return sharding.by_rows(self.transform(x))
 
 
 class Draft(nn.Module):
-    """The draft's trunk. Embedding and head are the target's (law 4)."""
+    """The draft's trunk. Embedding and head are the target's (law 4), unless the draft has its own.
+
+    `vocabulary` says which of the target's tokens each column of its own head means, where it has not all of them.
+    """
 
     config: DraftConfig
 
@@ -67,6 +72,21 @@ class Draft(nn.Module):
         self.context_norm = RMSNorm(c.rms_norm_eps)
         self.layers = [DraftLayer(c, layer) for layer in c.layers]
         self.final_norm = RMSNorm(c.rms_norm_eps)
+        if c.own_vocabulary is not None:
+            normal = nn.initializers.normal(0.02)
+            self.embedding = self.param("embedding", normal, (c.vocab_size, c.hidden_size), jnp.float32)
+            self.head = self.param("head", normal, (c.hidden_size, c.own_vocabulary), jnp.float32)
+            if c.own_vocabulary != c.vocab_size:
+                self.vocabulary = self.param("vocabulary", nn.initializers.zeros, (c.own_vocabulary,), jnp.int32)
+
+    def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """Look up the draft's own embedding."""
+        return sharding.looked_up(self.embedding, tokens)
+
+    def propose(self, hidden: Float[Array, "b t d"]) -> Int[Array, "b t"]:
+        """Return the target's token that the draft's own head scores highest."""
+        best = likeliest(adjust_logits(self.config, score(hidden, self.head, "dv")))
+        return best if self.config.own_vocabulary == self.config.vocab_size else self.vocabulary[best]
 
     def extend(self, features: Float[Array, "b t pd"], cache: Cache, start: Int[Array, "b"]) -> Cache:
         """Add t positions of target features, from `start` on, to the context's keys and values (laws 2 and 3)."""

@@ -26,12 +26,15 @@ AXES = ("data", "fsdp", "tensor")
 RULES = {
     r"embedding": PartitionSpec("tensor", "fsdp"),
     r"(scored/)?head": PartitionSpec("fsdp", "tensor"),
-    r"scored/rows": PartitionSpec(),
+    r"scored/rows|vocabulary": PartitionSpec(),
     r"fc/kernel": PartitionSpec("fsdp", "tensor"),
     r"layers_\d+/(attention/[qkv]_proj|mlp/(gate|up)_proj)/kernel": PartitionSpec("fsdp", "tensor"),
     r"layers_\d+/(attention/[qkv]_proj|mlp/(gate|up)_proj)/bias": PartitionSpec("tensor"),
     r"layers_\d+/(attention/o_proj|mlp/down_proj)/kernel": PartitionSpec("tensor", "fsdp"),
     r"layers_\d+/(attention/o_proj|mlp/down_proj)/bias": PartitionSpec(),
+    r"layers_\d+/experts/router/kernel": PartitionSpec("fsdp", None),
+    r"layers_\d+/experts/(gate|up)_proj": PartitionSpec(None, "fsdp", "tensor"),
+    r"layers_\d+/experts/down_proj": PartitionSpec(None, "tensor", "fsdp"),
     r"(layers_\d+/)?(attention/)?\w+_norm/scale": PartitionSpec(),
 }
 WHOLE = PartitionSpec()
@@ -102,7 +105,9 @@ def check_mesh(mesh: Mesh | AbstractMesh, config: TransformerConfig) -> None:
         UserError: naming the axis and the size that it does not divide.
     """
     parts, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    widths = {layer.experts.intermediate_size for layer in config.layers if layer.experts}
     for what, size in (
+        *(("columns of an expert", width) for width in widths),
         ("key-value heads", config.num_kv_heads),
         ("query heads", config.num_heads),
         ("MLP columns", config.intermediate_size),
@@ -177,7 +182,7 @@ def constrain(mesh: Mesh | AbstractMesh, spec: PartitionSpec, tree: Any) -> Any:
 
 def row_groups(mesh: Mesh | AbstractMesh) -> int:
     """Return into how many parts training splits the rows of a batch."""
-    return math.prod(mesh.shape[axis] for axis in TRAINED_ROWS[0])
+    return math.prod(mesh.shape.get(axis, 1) for axis in TRAINED_ROWS[0])
 
 
 def traced_on(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
@@ -186,8 +191,8 @@ def traced_on(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[An
 
 
 def by_rows(tree: Any) -> Any:
-    """Say that every leaf of a tree is split by rows of the batch."""
-    return _constrain_here(TRAINED_ROWS, tree)
+    """Say that every leaf of a tree is split by rows of the batch, where they divide over the mesh."""
+    return jax.tree.map(lambda leaf: _constrain_here(_rows(leaf), leaf), tree)
 
 
 def gathered(path: str, weight: Any) -> Any:
@@ -197,6 +202,8 @@ def gathered(path: str, weight: Any) -> Any:
 
 def looked_up(table: Any, tokens: Any) -> Any:
     """Look up rows of an embedding that lies by its rule: its columns stay where they are, and what is found moves."""
+    if not _rows(tokens):
+        return table[tokens]
     found = table[_constrain_here(ROWS, tokens)]
     return by_rows(_constrain_here(PartitionSpec("data", None, "fsdp"), found))
 
@@ -207,6 +214,35 @@ def on_own_shards(function: Callable[..., Any], inputs: Any, output: PartitionSp
     if mesh.size <= 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=output, check_vma=False)
+
+
+def on_expert_shards(mix: Callable[..., Any]) -> Callable[..., Any]:
+    """Have each device run `mix` of `experts` on its own rows and its own columns of all experts, and add those up.
+
+    Told here since the compiler does not split products of groups by itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1:
+        return mix
+    columns, lines = PartitionSpec(None, None, "tensor"), PartitionSpec(None, "tensor", None)
+
+    def run(x: Any, *others: Any) -> Any:
+        rows = _rows(x)
+        mapped = jax.shard_map(
+            lambda *inputs: jax.lax.psum(mix(*inputs), "tensor"),
+            mesh=mesh,
+            in_specs=(rows,) * 3 + (columns, columns, lines),
+            out_specs=rows,
+            check_vma=False,
+        )
+        return mapped(x, *others)
+
+    return run
+
+
+def _rows(leaf: Any) -> PartitionSpec:
+    """Return how a leaf's rows are split: over none, where they do not divide, as the one row of a prompt."""
+    return WHOLE if leaf.shape[0] % row_groups(jax.sharding.get_abstract_mesh()) else TRAINED_ROWS
 
 
 def _constrain_here(spec: PartitionSpec, tree: Any) -> Any:

@@ -3,11 +3,7 @@
 Parameters are plain nested dictionaries; modules are used as pure functions through `apply`.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
@@ -18,7 +14,8 @@ from dflash_jax.block_attention import attend_spans
 from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoder_layer import DecoderLayer
-from dflash_jax.layers import EXACT, RMSNorm
+from dflash_jax.heads import score
+from dflash_jax.layers import RMSNorm
 from dflash_jax.rope import angles
 
 
@@ -35,7 +32,7 @@ class TargetLayer(DecoderLayer):
         seen = masks.cached(self.layer, start, x.shape[1], cache.keys.shape[2])
         filled = start.max() + x.shape[1]
         x = x + self.attention.output(queries, [Buffer(cache.keys, cache.values, seen, filled)])
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return self.transform(x), cache
 
     def over_row(self, x: Float[Array, "b s d"], cos_sin: CosSin, starts: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """Return the layer's output for whole rows at once, without a cache."""
@@ -44,7 +41,7 @@ class TargetLayer(DecoderLayer):
         keys, values = self.attention.keys_values(normed, cos_sin)
         mixed = attend_spans(queries, keys, values, row_spans(self.layer, starts), None)
         x = sharding.by_rows(x + self.attention.project(join_heads(mixed)))
-        return sharding.by_rows(x + self.mlp(self.mlp_norm(x)))
+        return sharding.by_rows(self.transform(x))
 
 
 class Target(nn.Module):
@@ -93,34 +90,3 @@ class Target(nn.Module):
         if self.config.tie_word_embeddings:
             return score(hidden, self.embedding, "vd")
         return score(hidden, self.head, "dv")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def score(hidden: Float[Array, "b t d"], weight: Float[Array, "..."], axes: str) -> Float[Array, "b t v"]:
-    """Multiply by a frozen head, or by some of its rows, which gets no gradient (law 4).
-
-    Args:
-        hidden: states after the final norm.
-        weight: the head.
-        axes: how it lies, "vd" or "dv".
-
-    Returns:
-        Logits, in float32 or wider.
-    """
-    wide = np.promote_types(hidden.dtype, np.float32)
-    return jnp.einsum(f"btd,{axes}->btv", hidden, weight, precision=EXACT, preferred_element_type=wide)
-
-
-def _score_forward(hidden: Array, weight: Array, axes: str) -> tuple[Array, tuple[Array, Array]]:
-    return score(hidden, weight, axes), (weight, jnp.zeros((), hidden.dtype))
-
-
-def _score_backward(axes: str, kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
-    # In the weight's dtype: JAX's own rule would make a float32 copy of a bfloat16 head, and multiply in float32.
-    weight, like = kept
-    narrow = cotangent.astype(weight.dtype)
-    product = jnp.einsum(f"btv,{axes}->btd", narrow, weight, precision=EXACT, preferred_element_type=cotangent.dtype)
-    return product.astype(like.dtype), None
-
-
-score.defvjp(_score_forward, _score_backward)

@@ -5,6 +5,7 @@ accepts and commits blocks for all rows until there is something for the host to
 request may choose is traced, so nothing compiles twice (law 14).
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -228,10 +229,13 @@ def propose(
         return anchors[:, :0]
     masked = jnp.full((anchors.shape[0], models.block_size - 1), config.mask_token_id, anchors.dtype)
     block = jnp.concatenate([anchors, masked], axis=1)
-    embedded = _apply(Target(models.target), weights.target, block, method="embed")
-    hidden = _apply(Draft(config), weights.draft, embedded, cache, start)
-    logits = adjust_logits(config, _logits(models, weights, hidden[:, 1:]))
-    return likeliest(logits)
+    own = config.own_vocabulary is not None
+    embedding = (Draft(config), weights.draft) if own else (Target(models.target), weights.target)
+    embedded = _apply(*embedding, block, method="embed")
+    hidden = _apply(Draft(config), weights.draft, embedded, cache, start)[:, 1:]
+    if own:
+        return _apply(Draft(config), weights.draft, hidden, method="propose")
+    return likeliest(adjust_logits(config, _logits(models, weights, hidden)))
 
 
 def commit(state: DecodeState, chosen: Int[Array, "b t"], count: Int[Array, "b"]) -> DecodeState:
@@ -262,7 +266,10 @@ def commit(state: DecodeState, chosen: Int[Array, "b t"], count: Int[Array, "b"]
 def _target(
     models: Models, weights: Weights, tokens: Int[Array, "b t"], cache: Cache, start: Int[Array, "b"]
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b t pd"], Cache]:
-    return _apply(Target(models.target, models.taps), weights.target, tokens, cache, start)
+    # The compiler splits all by how weights and rows lie, but for experts, who must be told.
+    known = sharding.traced_on(models.mesh) if models.target.has_experts else contextlib.nullcontext()
+    with known:
+        return _apply(Target(models.target, models.taps), weights.target, tokens, cache, start)
 
 
 def _logits(models: Models, weights: Weights, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:

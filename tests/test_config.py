@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen3Config
 
 from dflash_jax import presets
-from dflash_jax.config import DraftConfig, LayerConfig, TargetConfig, check_pair, default_taps, is_draft, token_ids
+from dflash_jax.config import (
+    DraftConfig,
+    ExpertsConfig,
+    LayerConfig,
+    TargetConfig,
+    check_pair,
+    default_taps,
+    is_draft,
+    token_ids,
+)
 from dflash_jax.errors import UserError
 from dflash_jax.rope import Rotary
 
@@ -396,11 +405,23 @@ def sizes(draw: st.DrawFn, full_causal: bool, sliding_causal: bool) -> dict[str,
 
 
 @st.composite
+def with_experts(draw: st.DrawFn, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """Give experts to some layers, at least one."""
+    count = draw(st.integers(1, 256))
+    experts = ExpertsConfig(count, draw(st.integers(1, count)), draw(st.integers(1, 2048)), draw(st.booleans()))
+    sparse = draw(st.sets(st.integers(0, len(layers) - 1), min_size=1))
+    return tuple(dataclasses.replace(layer, experts=experts if i in sparse else None) for i, layer in enumerate(layers))
+
+
+@st.composite
 def targets(draw: st.DrawFn) -> TargetConfig:
-    family = draw(st.sampled_from(["qwen3", "llama"]))
+    family = draw(st.sampled_from(["qwen3", "qwen3_moe", "llama"]))
+    shared = draw(sizes(full_causal=True, sliding_causal=True))
+    if family == "qwen3_moe":
+        shared["layers"] = draw(with_experts(shared["layers"]))
     return TargetConfig(
-        **draw(sizes(full_causal=True, sliding_causal=True)),
-        qk_norm=family == "qwen3",
+        **shared,
+        qk_norm=family != "llama",
         family=family,
         tie_word_embeddings=draw(st.booleans()),
         bos_token_id=draw(st.none() | st.integers(0, 99)),
@@ -422,6 +443,7 @@ def drafts(draw: st.DrawFn) -> DraftConfig:
         input_embedding_scale=draw(floats(0.1, 100)),
         output_multiplier=draw(floats(0.1, 100)),
         final_logit_softcapping=draw(st.none() | floats(0.1, 100)),
+        own_vocabulary=draw(st.none() | st.integers(1, shared["vocab_size"])),
     )
 
 
@@ -435,6 +457,58 @@ def test_a_target_written_and_read_again_is_equal(config):
 @given(drafts())
 def test_a_draft_written_and_read_again_is_equal(config):
     assert DraftConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+QWEN3_MOE = QWEN3_8B | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"mlp_only_layers": [0, 4]}, [1, 2, 3, 5]),
+        ({"decoder_sparse_step": 2}, [1, 3, 5]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1, 5]),
+        ({"num_experts": None, "num_local_experts": 128}, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_layers_have_experts_where_the_config_says_so(changes, sparse):
+    config = TargetConfig.from_hf(QWEN3_MOE | changes)
+    experts = ExpertsConfig(count=128, chosen=8, intermediate_size=768, normalised=True)
+    assert [layer.experts for layer in config.layers] == [experts if i in sparse else None for i in range(6)]
+
+
+def test_of_a_qwen3_moe_all_layers_slide_or_none():
+    config = TargetConfig.from_hf(QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 64})
+    assert {layer.window for layer in config.layers} == {64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_experts": None}, "num_experts: None"),
+        ({"num_experts": 2**24}, "num_experts: 16777216; a whole number from 1 to 4096 is right"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok: 129; a whole number from 1 to 128 is right"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size: 0"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob: 'yes'"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step: 0"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers: 'all'; a list of layers is right"),
+        ({"mlp_only_layers": list(range(6))}, "a layer or more with experts is right"),
+        ({"decoder_sparse_step": 7}, "decoder_sparse_step 7; "),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(changes, told):
+    with pytest.raises(UserError) as caught:
+        TargetConfig.from_hf(QWEN3_MOE | changes)
+    assert told in str(caught.value)
 
 
 def test_a_draft_is_written_in_the_published_layout():

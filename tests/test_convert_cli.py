@@ -10,8 +10,11 @@ import pytest
 
 from convert import progress
 from convert.__main__ import main
+from convert.conversion import read_size
 from dflash_jax.errors import UserError
 from tests.checkpoints import write_draft, write_gguf, write_target, write_tokenizer
+
+DFLASH = {"mask_token_id": 60, "target_layer_ids": [0, 1]}
 
 
 def run(*arguments: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -33,7 +36,7 @@ def test_converting_and_inspecting_from_the_shell(target, tmp_path):
     converted = run("to-flax", target, tmp_path / "made", "--dtype", "bfloat16")
     assert converted.returncode == 0, converted.stderr
     assert converted.stdout == f"{tmp_path}/made: target, 17,532 parameters, bfloat16\n"
-    assert converted.stderr == "reading target\nhashing target\n"
+    assert converted.stderr == "converting target\nhashing target\n"
     described = run("inspect", tmp_path / "made", "--json")
     assert described.returncode == 0
     assert described.stderr == ""
@@ -57,6 +60,17 @@ def test_converting_and_inspecting_from_the_shell(target, tmp_path):
         "head_dim": 10,
         "max_positions": 128,
         "chat_template": True,
+        "layers": [
+            {
+                "layer": i,
+                "attention": "full",
+                "experts": "none",
+                "width": 40,
+                "parameters": 5348,
+                "dtypes": ["bfloat16"],
+            }
+            for i in range(3)
+        ],
     }
 
 
@@ -101,13 +115,63 @@ def test_help_shows_an_example(command, capsys):
 
 def test_inspecting_a_draft_prints_what_pairs_it(tmp_path, capsys):
     main(["inspect", str(write_draft(tmp_path))])
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    described, _, table = capsys.readouterr().out.partition("\n\n")
+    lines = dict(line.split(maxsplit=1) for line in described.splitlines())
     assert lines["kind"] == "draft"
     assert lines["target_layer_ids"] == "1, 2"
     assert lines["block_size"] == "4"
     assert lines["mask_token_id"] == "60"
     assert lines["dtypes"] == "float32"
     assert lines["chat_template"] == "no"
+    assert [line.split() for line in table.splitlines()] == [
+        ["layer", "attention", "experts", "width", "parameters", "dtypes"],
+        ["0", "full", "none", "40", "5,828", "float32"],
+        ["1", "full", "none", "40", "5,828", "float32"],
+    ]
+
+
+def test_a_layer_is_told_by_what_it_sees_and_what_transforms(tmp_path, capsys):
+    write_target(tmp_path / "target", "qwen3-moe-partly-dense")
+    main(["inspect", str(tmp_path / "target"), "--json"])
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert [(layer["experts"], layer["width"]) for layer in layers] == [("2 of 6", 12), ("none", 40), ("2 of 6", 12)]
+
+
+def test_inspecting_a_pair_says_whether_it_fits(target, tmp_path, capsys):
+    draft = write_draft(tmp_path / "draft", num_target_layers=3, dflash_config=DFLASH)
+    main(["inspect", str(draft), "--target", str(target), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["target"], told["fits"]) == (str(target), True)
+    assert "misfit" not in told
+    main(["inspect", str(write_draft(tmp_path / "other")), "--target", str(target)])
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.partition("\n\n")[0].splitlines())
+    assert lines["fits"] == "no"
+    assert lines["misfit"] == "num_target_layers: the draft was made for 5 layers, the target has 3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "draft", "--target", "none"], "none: no such file or directory"),
+        (["inspect", "target", "--target", "target"], "--target: it is for drafts, and this is a target"),
+        (["to-hf", "draft", "made", "--max-shard-size", "big"], "--max-shard-size big: not a size; a number and KB"),
+        (["to-hf", "draft", "made", "--max-shard-size", "0GB"], "--max-shard-size 0GB: not a size"),
+        (["to-hf", "draft", "made", "--max-shard-size", "5PB"], "--max-shard-size 5PB: not a size"),
+        (["to-flax", "draft", "made", "--max-shard-size", "5GB"], "unrecognized arguments: --max-shard-size"),
+    ],
+)
+def test_what_is_wrong_with_a_pair_or_a_size_is_named(target, tmp_path, monkeypatch, arguments, message):
+    write_draft(tmp_path / "draft")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        main(arguments)
+    assert message in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500MiB", 500 * 2**20), ("1.5 kb", 1500), ("7", 7)])
+def test_sizes_are_read_as_transformers_reads_them(text, size):
+    assert read_size(text) == size
 
 
 def test_inspecting_a_gguf_file_names_its_types(tmp_path, capsys):

@@ -59,9 +59,9 @@ def test_it_holds_config_tokenizer_and_manifest_and_no_copy_of_its_source(source
     manifest = json.loads((made / "manifest.json").read_text())
     files = manifest["source"].pop("files")
     assert manifest == {
-        "format_version": 1,
+        "format_version": 2,
         "kind": "target",
-        "source": {"name": str(source)},
+        "source": {"name": str(source), "format": "Hugging Face directory"},
         "dtype": "float32",
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(convert.load_target(str(source), None).params)),
     }
@@ -80,7 +80,7 @@ def test_plain_orbax_reads_the_parameters(made):
     ours = convert.load_target(str(made), None).params
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), ours)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        assert same(checkpointer.restore(made / "params", restore_args=as_numpy), ours)
+        assert same(checkpointer.restore(made / "params/state", restore_args=as_numpy), ours)
 
 
 def test_casting_while_writing_or_while_reading_is_the_same(source, made, tmp_path):
@@ -130,19 +130,19 @@ def edit_manifest(made: Path, **changes: Any) -> None:
 
 
 def test_an_unfinished_or_foreign_checkpoint_is_refused(made):
-    edit_manifest(made, format_version=2)
-    assert "manifest.json: format_version 2 is not supported; 1 is" in refusal(convert.load_target, made)
+    edit_manifest(made, format_version=3)
+    assert "manifest.json: format_version 3 is not supported; 2 is" in refusal(convert.load_target, made)
     (made / "manifest.json").unlink()
     assert "has params/ but no manifest.json, so it was never finished" in refusal(convert.load_target, made)
 
 
 def test_damaged_parameters_are_refused(made):
-    data = list((made / "params").glob("ocdbt.process_0/d/*"))
+    data = list((made / "params").glob("state/ocdbt.process_0*/d/*"))
     assert data
     for file in data:
         os.truncate(file, file.stat().st_size // 2)
     assert refusal(convert.load_target, made).startswith(f"{made}/params: not readable as orbax parameters (")
-    shutil.copy(data[0], made / "params/manifest.ocdbt")
+    shutil.copy(data[0], made / "params/state/manifest.ocdbt")
     assert refusal(convert.load_target, made).startswith(f"{made}/params: not readable as orbax parameters (")
     shutil.rmtree(made / "params")
     assert "has no params/" in refusal(convert.load_target, made)
@@ -155,7 +155,7 @@ def test_every_missing_unexpected_and_misshaped_parameter_is_named(made):
     del params["layers_1"]["mlp"]["up_proj"]
     shutil.rmtree(made / "params")
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(made / "params", params)
+        checkpointer.save(made / "params/state", params)
     assert refusal(convert.load_target, made) == (
         f"{made}/params: the tensors are not those of its config: missing layers_1/mlp/up_proj/kernel; "
         "unexpected extra; final_norm/scale is [3], and [24] is right"
@@ -195,7 +195,7 @@ def test_a_disk_without_room_is_the_users_fault(source, tmp_path, monkeypatch):
     def save(*_: Any, **__: Any) -> None:
         raise ValueError("RESOURCE_EXHAUSTED: no space left")
 
-    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    monkeypatch.setattr(flax_checkpoint.ocp.partial, "save", save)
     message = refusal(to_flax, source, tmp_path / "made")
     assert message == f"{tmp_path}/made: cannot be written (RESOURCE_EXHAUSTED: no space left)"
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -206,7 +206,7 @@ def test_tracebacks_that_orbax_logs_while_failing_stay_off_the_terminal(source, 
         logging.getLogger("absl").error("Traceback of a thread")
         raise ValueError("RESOURCE_EXHAUSTED: no space left")
 
-    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    monkeypatch.setattr(flax_checkpoint.ocp.partial, "save", save)
     refusal(to_flax, source, tmp_path / "made")
     assert "Traceback" not in caplog.text
 

@@ -159,7 +159,7 @@ def test_every_missing_unexpected_and_misshaped_tensor_is_named(draft):
 def test_drafts_with_a_pruned_vocabulary_are_refused(draft):
     tensors = draft_tensors() | {"d2t": np.ones(4, np.float32), "t2d": np.ones(4, np.float32)}
     save_file(tensors, draft / "model.safetensors")
-    assert "d2t, t2d: drafts with a pruned vocabulary are not supported" in refusal(convert.load_draft, draft, None)
+    assert "d2t, t2d: of a pruned vocabulary, and " in refusal(convert.load_draft, draft, None)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])

@@ -77,7 +77,8 @@ def draft(tmp_path: Path) -> Path:
 def test_the_demo_draft_comes_back_from_flax_bit_for_bit(tmp_path):
     to_flax(str(DEMO_DRAFT), tmp_path / "flax")
     to_hf(str(tmp_path / "flax"), tmp_path / "made")
-    assert {file.name for file in (tmp_path / "made").iterdir()} == {"config.json", "model.safetensors"}
+    files = {"config.json", "manifest.json", "model.safetensors"}
+    assert {file.name for file in (tmp_path / "made").iterdir()} == files
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "made", DEMO_DRAFT))
     assert ours.keys() == theirs.keys()
     assert all(ours[name].dtype == theirs[name].dtype for name in theirs)
@@ -155,7 +156,8 @@ def test_transformers_loads_a_target_with_what_lies_beside_it(tmp_path, name):
     to_flax(str(tmp_path / "source"), tmp_path / "flax")
     to_hf(str(tmp_path / "flax"), tmp_path / "made")
     assert {file.name for file in (tmp_path / "made").iterdir()} == {
-        file.name for file in (tmp_path / "source").iterdir()
+        "manifest.json",
+        *(file.name for file in (tmp_path / "source").iterdir()),
     }
     again, found = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
     assert not any(found.values()), found
@@ -306,8 +308,8 @@ def test_the_command_says_what_it_wrote(draft, tmp_path, capsys):
 
 def test_a_killed_process_leaves_no_destination(draft, tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path; from convert import published, to_hf\n"
-        "published.check_room = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal, sys; from pathlib import Path; from convert import shards, to_hf\n"
+        "shards.check_room = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "to_hf.to_hf(sys.argv[1], Path(sys.argv[2]))"
     )
     killed = subprocess.run([sys.executable, "-c", code, draft, tmp_path / "made"], check=False)

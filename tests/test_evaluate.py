@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import convert
 from convert import LoadedDraft, LoadedTarget
+from convert.published import publish
 from dflash_jax import cache, sharding
 from dflash_jax.anchors import Anchors
 from dflash_jax.config import LayerConfig
@@ -309,6 +311,13 @@ def copied(files, source, destination, **changes):
     file = destination / ("manifest.json" if source == "data" else "config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return destination
+
+
+def test_a_draft_with_a_head_of_its_own_is_refused(refused, files, tmp_path):
+    theirs = convert.load_draft(str(files / "draft")).config
+    config = dataclasses.replace(theirs, own_vocabulary=theirs.vocab_size)
+    publish(tmp_path / "own", config, random_params(config), None)
+    assert refused(draft=tmp_path / "own").startswith(f"--draft {tmp_path / 'own'}: it has a head of its own, and ")
 
 
 def test_a_draft_of_another_target_is_refused(refused, files, tmp_path):

@@ -147,6 +147,11 @@ def test_a_draft_of_another_target_is_refused(written, change, message):
     assert refusal(init_from=path).startswith(f"--init-from {path}: not a draft for this target: {message}")
 
 
+def test_a_draft_with_a_head_of_its_own_is_refused(written):
+    path, _ = written(dataclasses.replace(DRAFT, own_vocabulary=DRAFT.vocab_size))
+    assert refusal(init_from=path).startswith(f"--init-from {path}: it has a head of its own, and cannot be trained")
+
+
 def test_what_is_no_draft_is_refused(tmp_path):
     assert "absent" in refusal(init_from=str(tmp_path / "absent"))
     checkpoints.write_target(tmp_path / "target", "qwen3")

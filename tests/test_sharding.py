@@ -9,11 +9,15 @@ from jax.sharding import PartitionSpec
 
 from convert import names
 from dflash_jax import sharding
+from dflash_jax.config import ExpertsConfig, LayerConfig
 from dflash_jax.errors import UserError
 from inference import generate
 from tests import mesh_worker, pair, processes, tiny
 
 BIASED: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+
+
+EXPERTS = LayerConfig(tiny.ROTARY, experts=ExpertsConfig(5, 2, 8, normalised=True))
 
 
 @pytest.mark.parametrize(
@@ -22,8 +26,10 @@ BIASED: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
         tiny.TARGET,
         dataclasses.replace(tiny.TARGET, **BIASED),
         dataclasses.replace(tiny.TARGET, tie_word_embeddings=True, family="llama"),
+        dataclasses.replace(tiny.TARGET, family="qwen3_moe", layers=(EXPERTS, tiny.TARGET.layers[0])),
         tiny.DRAFT,
         dataclasses.replace(tiny.DRAFT, **BIASED),
+        dataclasses.replace(tiny.DRAFT, own_vocabulary=5),
     ],
 )
 def test_every_parameter_has_one_rule_with_an_axis_for_each_of_its_own(config):

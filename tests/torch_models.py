@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax.traverse_util import unflatten_dict
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dflash_jax import cache, parameters
 from dflash_jax.cache import Cache
@@ -37,6 +45,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 TARGETS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen3-tied": Qwen3Config(**SIZES | {"num_key_value_heads": 1}, tie_word_embeddings=True),
@@ -46,8 +55,15 @@ TARGETS: dict[str, PreTrainedConfig] = {
     "qwen3-yarn": Qwen3Config(**SIZES, rope_parameters=dict(YARN)),
     "qwen3-yarn-untruncated": Qwen3Config(**SIZES, rope_parameters=YARN | {"truncate": False, "beta_fast": 4.0}),
     "qwen3-yarn-mscale": Qwen3Config(**SIZES, rope_parameters=YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "qwen3-moe-partly-dense": Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[1], tie_word_embeddings=True),
     "llama": LlamaConfig(**SIZES | {"head_dim": None}),
     "llama3-biased": LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3), attention_bias=True, mlp_bias=True),
+}
+MODELS: dict[type[PreTrainedConfig], type[torch.nn.Module]] = {
+    Qwen3Config: Qwen3ForCausalLM,
+    Qwen3MoeConfig: Qwen3MoeForCausalLM,
+    LlamaConfig: LlamaForCausalLM,
 }
 NAMES = {
     "model.": "",
@@ -75,6 +91,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             value.data = 1 + 0.3 * noise
         elif value.ndim == 1:
             value.data = 0.3 * noise
+        elif value.ndim == 3:
+            value.data = noise * value.shape[2] ** -0.5
         elif name.endswith("embed_tokens.weight"):
             value.data = noise
         else:
@@ -83,7 +101,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 
 def params_of(model: torch.nn.Module, *, tied: bool = False) -> dict[str, Any]:
     """Return a torch model's weights as our tree: kernels are transposed, norms hold `scale`."""
-    flat = {}
+    flat: dict[str, jax.Array] = {}
     for name, value in model.state_dict().items():
         if tied and name == "lm_head.weight":
             continue
@@ -94,8 +112,20 @@ def params_of(model: torch.nn.Module, *, tied: bool = False) -> dict[str, Any]:
         path = re.sub(r"norm\.weight$", "norm.scale", path)
         kernel = path.endswith(".weight") or path == "head"
         array = value.detach().numpy()
+        if ".mlp.experts." in name:
+            flat |= _experts(path.replace(".mlp.", "."), jnp.asarray(array.swapaxes(1, 2)))
+            continue
+        path = path.replace(".mlp.gate.weight", ".experts.router.weight")
         flat[path.replace(".weight", ".kernel")] = jnp.asarray(array.T if kernel else array)
     return unflatten_dict(flat, sep=".")
+
+
+def _experts(path: str, array: jax.Array) -> dict[str, jax.Array]:
+    """Take apart what transformers joins, [experts, in, out]."""
+    if not path.endswith("gate_up_proj"):
+        return {path: array}
+    gate, up = jnp.split(array, 2, axis=2)
+    return {path.replace("gate_up_proj", "gate_proj"): gate, path.replace("gate_up_proj", "up_proj"): up}
 
 
 def random_params(config: TargetConfig | DraftConfig, seed: int = 0) -> dict[str, Any]:
@@ -104,7 +134,7 @@ def random_params(config: TargetConfig | DraftConfig, seed: int = 0) -> dict[str
 
     def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
         noise = rng.normal(size=shape.shape)
-        value = noise * shape.shape[0] ** -0.5 if noise.ndim == 2 else 1 + 0.3 * noise
+        value = noise * shape.shape[-2] ** -0.5 if noise.ndim > 1 else 1 + 0.3 * noise
         return jnp.asarray(value, jnp.float32)
 
     return jax.tree.map(leaf, parameters.shapes(config))
@@ -113,7 +143,7 @@ def random_params(config: TargetConfig | DraftConfig, seed: int = 0) -> dict[str
 def hf_target(name: str) -> tuple[torch.nn.Module, TargetConfig, dict[str, Any]]:
     """Return the torch model of `TARGETS[name]`, its config as we read it, and its weights as our tree."""
     hf = TARGETS[name]
-    made = (Qwen3ForCausalLM if isinstance(hf, Qwen3Config) else LlamaForCausalLM)(hf).eval()
+    made = MODELS[type(hf)](hf).eval()
     randomise(made)
     config = TargetConfig.from_hf(hf_dict(hf, type(made).__name__))
     return made, config, params_of(made, tied=config.tie_word_embeddings)

@@ -49,6 +49,11 @@ def main(argv: Sequence[str]) -> None:
     check_tokenizer(prepared, source)
     target = load_target(name, args.dtype, watch=progress.show)
     draft = load_draft(args.draft, args.dtype, watch=progress.show)
+    check(
+        draft.config.own_vocabulary is None,
+        f"--draft {args.draft}: it has a head of its own, and cannot be judged here; a draft that scores with the "
+        "target's is right",
+    )
     try:
         check_pair(target.config, draft.config)
     except UserError as error:

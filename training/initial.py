@@ -74,6 +74,11 @@ def initial_draft(config: RunConfig, target: LoadedTarget, mesh: Mesh) -> tuple[
         params = _random(made, mesh, config.seed)
         return made, params if config.init_from is None else with_layers_of(target, made, params)
     loaded = load_draft(config.init_from, "float32", place=functools.partial(sharding.place, mesh))
+    check(
+        loaded.config.own_vocabulary is None,
+        f"--init-from {config.init_from}: it has a head of its own, and cannot be trained here; a draft that scores "
+        "with the target's is right",
+    )
     try:
         check_pair(target.config, loaded.config)
     except UserError as error:

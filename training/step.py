@@ -21,9 +21,10 @@ from dflash_jax import reading, sharding
 from dflash_jax.anchors import Anchors, among, candidates, draw, label
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.draft import Draft, adjust_logits
+from dflash_jax.heads import score
 from dflash_jax.loss import Slots, Sums
 from dflash_jax.parameters import Params
-from dflash_jax.target import Target, score
+from dflash_jax.target import Target
 from training import optimizer
 from training.config import OptimizerConfig, RunConfig
 

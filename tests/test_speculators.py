@@ -1,0 +1,171 @@
+"""Drafts in the layout of `speculators`: read, decoded with their own head, and written back."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import convert
+from convert.__main__ import main
+from convert.speculators import read_vocabulary, write_vocabulary
+from convert.to_hf import to_hf
+from dflash_jax.config import DraftConfig
+from inference.engine import Engine, SamplingConfig
+from tests import tiny
+from tests.checkpoints import DRAFT_CONFIG, draft_tensors, refusal, same, write_directory
+from tests.torch_models import SIZES
+
+LAYERS = {name: DRAFT_CONFIG[name] for name in (*SIZES, "hidden_act", "rms_norm_eps", "rope_theta")}
+CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": LAYERS | {"model_type": "qwen3", "num_hidden_layers": 2},
+    "draft_vocab_size": 9,
+    "block_size": 4,
+    "aux_hidden_state_layer_ids": [2, 3],
+    "mask_token_id": 60,
+    "sample_from_anchor": False,
+    "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "some/target"}},
+}
+TOKENS = np.array([0, 3, 4, 8, 20, 21, 22, 40, 60])
+
+
+def tensors(tokens: np.ndarray = TOKENS) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(5)
+    v, d = SIZES["vocab_size"], SIZES["hidden_size"]
+    own = {name: rng.standard_normal((size, d), np.float32) for name, size in (("embed_tokens", v), ("lm_head", 9))}
+    made = draft_tensors() | {f"{name}.weight": value for name, value in own.items()}
+    return made | {"d2t": tokens - np.arange(9), "t2d": np.isin(np.arange(v), tokens)}
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    return write_directory(directory, CONFIG | changes, tensors())
+
+
+def test_a_config_means_what_a_published_one_does(tmp_path):
+    found = convert.load_draft(str(write(tmp_path / "draft"))).config
+    published = DraftConfig.from_hf(DRAFT_CONFIG | {"num_target_layers": None})
+    assert found == dataclasses.replace(published, own_vocabulary=9)
+    assert found.target_layer_ids == (1, 2)  # one lower than theirs
+
+
+def test_what_a_config_leaves_out_is_transformers_default(tmp_path):
+    own = CONFIG["transformer_layer_config"]
+    inner = {name: value for name, value in own.items() if name not in ("rms_norm_eps", "model_type", "rope_theta")}
+    config = convert.load_draft(str(write(tmp_path / "draft", transformer_layer_config=inner))).config
+    assert config.rms_norm_eps == 1e-6
+    assert config.layers[0].rotary.theta == 1e4
+
+
+def test_sliding_layers_see_the_whole_block_where_the_config_says_so(tmp_path):
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+    inner = CONFIG["transformer_layer_config"] | sliding
+    for both, causal in ((False, True), (True, False)):
+        changes = {"transformer_layer_config": inner, "sliding_window_non_causal": both}
+        config = convert.load_draft(str(write(tmp_path / f"draft-{both}", **changes))).config
+        assert [layer.causal for layer in config.layers] == [causal, False]
+
+
+def test_embedding_head_and_vocabulary_are_the_drafts_own(tmp_path):
+    params = convert.load_draft(str(write(tmp_path / "draft")), "bfloat16").params
+    theirs = tensors()
+    assert params["embedding"].shape == (61, 24)
+    np.testing.assert_array_equal(params["head"], theirs["lm_head.weight"].T.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(params["vocabulary"], TOKENS)
+    assert params["vocabulary"].dtype == np.int32  # whatever dtype is asked for
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_it_comes_back_in_its_own_layout(tmp_path, dtype):
+    write(tmp_path / "source")
+    main(["to-flax", str(tmp_path / "source"), str(tmp_path / "flax"), "--dtype", dtype, "--verify"])
+    main(["to-hf", str(tmp_path / "flax"), str(tmp_path / "made"), "--verify"])
+    held, expected = load_file(tmp_path / "made/model.safetensors"), tensors()
+    assert held.keys() == expected.keys()
+    for name in ("d2t", "t2d"):
+        assert held[name].dtype == expected[name].dtype
+        np.testing.assert_array_equal(held[name], expected[name])
+    loaded, source = (convert.load_draft(str(tmp_path / name)) for name in ("made", "source"))
+    assert loaded.config == source.config
+    written = json.loads((tmp_path / "made/config.json").read_text())
+    assert written["speculators_config"] == CONFIG["speculators_config"]
+    if dtype == "keep":
+        assert same(loaded.params, source.params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type: 'eagle3' is not supported; 'dflash' is"),
+        ({"sample_from_anchor": True}, "sample_from_anchor: true is not supported"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids: None; a list"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids: [0, 2]; a list"),
+        ({"draft_vocab_size": 62}, "draft_vocab_size: 62; a number from 1 to the vocabulary's, 61, is right"),
+        ({"draft_vocab_size": 8}, "d2t is [9], and [8] is right"),
+        ({"draft_vocab_size": 61}, "lm_head.weight is [9, 24], and [61, 24] is right"),
+        ({"mask_token_id": None}, "mask_token_id: None"),
+        ({"target_hidden_size": 48}, "target_hidden_size: 48, and the draft has 24"),
+        ({"transformer_layer_config": None}, "transformer_layer_config: None"),
+        ({"transformer_layer_config": {"model_type": "bert"}}, "model_type 'bert' is not supported"),
+        ({"transformer_layer_config": LAYERS | {"hidden_size": "x"}}, "hidden_size: 'x'"),
+    ],
+)
+def test_what_it_cannot_be_is_refused(tmp_path, changes, told):
+    assert told in refusal(convert.load_draft, write(tmp_path / "draft", **changes))
+
+
+@pytest.mark.parametrize(
+    "tokens", [TOKENS[::-1], np.array([0, 3, 4, 8, 20, 21, 22, 40, 99]), np.array([0, 3, 3, 8, 20, 21, 22, 40, 60])]
+)
+def test_a_vocabulary_that_contradicts_itself_is_refused(tmp_path, tokens):
+    held = tensors() | {"d2t": np.ascontiguousarray(tokens - np.arange(9))}
+    write_directory(tmp_path / "draft", CONFIG, held)
+    assert "d2t: its tokens are not those that t2d marks" in refusal(convert.load_draft, tmp_path / "draft")
+
+
+def test_vocabularies_are_read_as_they_are_written():
+    found = write_vocabulary(TOKENS.astype(np.int32), 61)
+    np.testing.assert_array_equal(read_vocabulary(found["d2t"], found["t2d"]), TOKENS)
+    assert found["d2t"].dtype == np.int64
+
+
+@pytest.mark.parametrize("known", [tiny.VOCABULARY, tiny.VOCABULARY - 4], ids=["all tokens", "some tokens"])
+def test_decoding_asks_the_drafts_own_head_and_changes_no_token(known):
+    """With the target's own embedding and head it drafts as a published draft does, of the tokens that it knows."""
+    target = convert.LoadedTarget(tiny.TARGET, tiny.params(tiny.TARGET, 0), (), "tiny")
+    published = convert.LoadedDraft(tiny.DRAFT, tiny.params(tiny.DRAFT, 1), "tiny")
+    tokens = np.sort(np.random.default_rng(0).permutation(tiny.VOCABULARY)[:known]).astype(np.int32)
+    own = {"embedding": target.params["embedding"], "head": target.params["head"][:, tokens]}
+    if known < tiny.VOCABULARY:
+        own["vocabulary"] = jnp.asarray(tokens)
+    draft = convert.LoadedDraft(dataclasses.replace(tiny.DRAFT, own_vocabulary=known), published.params | own, "tiny")
+    prompts, asked = tiny.prompts(5, seed=4), SamplingConfig(max_new_tokens=40)
+    theirs, ours = (Engine(target, one, max_length=192).generate(prompts, asked) for one in (published, draft))
+    assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+    blocks = [[one.emitted_per_block for one in found] for found in (ours, theirs)]
+    assert (blocks[0] == blocks[1]) == (known == tiny.VOCABULARY)
+    accepted = [
+        token
+        for one, prompt in zip(ours, prompts, strict=True)
+        for token, drafted in zip(one.token_ids[1:], _drafted(one.emitted_per_block), strict=True)
+        if drafted
+    ]
+    assert accepted
+    assert set(accepted) <= set(tokens.tolist())
+
+
+def _drafted(blocks: list[int]) -> list[bool]:
+    """Which tokens after the first were drafts: all of a block but its last."""
+    return [i < size - 1 for size in blocks for i in range(size)]
+
+
+def test_a_published_draft_with_a_pruned_vocabulary_is_refused(tmp_path):
+    held = draft_tensors() | {"d2t": TOKENS - np.arange(9)}
+    write_directory(tmp_path / "draft", DRAFT_CONFIG, held)
+    assert "d2t: of a pruned vocabulary, and " in refusal(convert.load_draft, tmp_path / "draft")
+    assert "d2t: of a pruned vocabulary" in refusal(lambda path: to_hf(path, tmp_path / "made"), tmp_path / "draft")
