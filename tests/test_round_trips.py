@@ -112,7 +112,7 @@ def test_what_is_not_what_was_read_is_told(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-ROTARY = st.sampled_from([{}, {"rope_scaling": YARN}, {"rope_parameters": LLAMA3}, {"rope_theta": 5e5}])
+ROTARY: list[dict[str, Any]] = [{}, {"rope_scaling": YARN}, {"rope_parameters": LLAMA3}, {"rope_theta": 5e5}]
 
 
 @st.composite
@@ -128,7 +128,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "num_key_value_heads": groups,
         "head_dim": 2 * draw(st.integers(1, 4)),
     }
-    rotary: dict[str, Any] = draw(ROTARY)
+    rotary: dict[str, Any] = draw(st.sampled_from(ROTARY))
     config = SIZES | {"rms_norm_eps": 1e-6, "rope_theta": 1e4} | rotary | sizes
     kind = draw(st.sampled_from(["qwen3", "qwen3_moe", "llama", "draft", "speculators"]))
     biased = {"attention_bias": draw(st.booleans())}
