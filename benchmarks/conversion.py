@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from convert import names
-from convert.published import write_published
+from convert.published import spell, write_published
 from convert.weights import Arrays
 from dflash_jax import presets
 from dflash_jax.config import TargetConfig
@@ -63,7 +63,8 @@ def write_synthetic(directory: Path, size: float) -> None:
             yield path, np.resize(noise, shape).view(BFLOAT16)
 
     directory.mkdir()
-    write_published(directory, config, dict.fromkeys(names.shapes(config), BFLOAT16), arrays(), 10**9)
+    kinds = dict.fromkeys(names.shapes(config), BFLOAT16)
+    write_published(directory, spell(config, kinds), config, kinds, arrays(), 10**9)
     os.sync()
 
 

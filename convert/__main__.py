@@ -72,7 +72,7 @@ def _print(description: dict[str, Any], *, as_json: bool) -> None:
     layers = description.pop("layers")
     width = max(map(len, description))
     for name, value in description.items():
-        print(f"{name:<{width}}  {_text(value)}")
+        print(f"{name:<{width}}  {value if name.endswith('_id') else _text(value)}")
     print()
     _print_table(layers)
 

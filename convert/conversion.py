@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import filecmp
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,10 @@ from convert.load import any_config, kinds_of
 from convert.progress import Watch
 from convert.sources import Source, check_outside, open_source
 from dflash_jax.config import DraftConfig, TargetConfig
-from dflash_jax.errors import UserError, check
+from dflash_jax.errors import UserError, check, memory_named
 
+OTHERWISE = "is not what was read; a disk that keeps what it gets is right"
+TOO_LARGE = "one of its tensors is larger than the memory that there is; a machine with more is right"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -60,12 +63,12 @@ class Conversion:
         check(any_config(made) == self.config, f"--verify: the config of {made.format} means something else")
         made.check(self.config)
         stored = made.stored(self.config)
-        pairs = zip(made.arrays(self.config, stored), self.source.arrays(self.config, self.kinds), strict=True)
-        for (path, ours), (_, theirs) in self.watch(pairs, len(self.kinds), "verifying"):
-            check(
-                _same(ours, theirs), f"--verify: {path} is not what was read; a disk that keeps what it gets is right"
-            )
-            del ours, theirs  # the next ones are read while this loop would hold them
+        ours, theirs = made.arrays(self.config, stored), self.source.arrays(self.config, self.kinds)
+        # Not `zip`, which would hold both tensors while the next are read.
+        for path in self.watch(self.kinds, len(self.kinds), "verifying"):
+            check(_same(next(ours)[1], next(theirs)[1]), f"--verify: {path} {OTHERWISE}")
+        for file in self.source.companions():
+            check(filecmp.cmp(file, self.directory / file.name, shallow=False), f"--verify: {file.name} {OTHERWISE}")
 
 
 @contextlib.contextmanager
@@ -78,11 +81,13 @@ def converting(name: str, destination: Path, dtype: str | None, watch: Watch) ->
         UserError: as for `load_target`, a destination that is there already, or no room for it.
     """
     wanted = weights.asked_dtype(dtype)
-    with new_directory(destination) as directory:
+    with memory_named(f"{name}: {TOO_LARGE}"), new_directory(destination) as directory:
         source = open_source(name)
         check_outside(source, destination)
         config = any_config(source)
         source.check(config)
+        if isinstance(config, TargetConfig):
+            source.stop_token_ids()  # of a generation config that will be read with it
         source.save_companions(directory)
         yield Conversion(name, source, config, kinds_of(source, config, wanted), directory, watch)
 

@@ -154,8 +154,12 @@ def check_room(directory: Path, needed: int) -> None:
 
 
 def sha256(file: Path) -> str:
-    """Return the hexadecimal digest of a file's bytes."""
-    with file.open("rb") as opened:
+    """Return the hexadecimal digest of a file's bytes.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with about(file), file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

@@ -63,9 +63,13 @@ class FlaxSource(HuggingFaceSource):
         with about(self.path / PARAMS):
             names.check_shapes(found, names.expected(config, "flax"))
 
-    def dtypes(self) -> list[str]:
-        """Return the dtypes that are stored, by name."""
-        return sorted({dtype.name for _, dtype in self.parameters.values()})
+    def holds(self, path: str) -> bool:
+        """Say whether a parameter is there."""
+        return path in self.parameters
+
+    def dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
+        """Return the name of the dtype in which each parameter is stored."""
+        return {path: {dtype.name} for path, dtype in self.stored(config).items()}
 
     def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
         """Return each parameter's dtype."""
@@ -74,8 +78,11 @@ class FlaxSource(HuggingFaceSource):
     def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
         """Yield every parameter, one at a time."""
         for path, tensor in names.expected(config, "flax").items():
-            array = self._read(path)
-            yield path, array if kinds[path] == array.dtype else weights.assemble([(tensor, [array])], kinds[path])
+            yield path, self._as(kinds[path], path, tensor)  # held by no name: the next may be as large
+
+    def _as(self, kind: np.dtype, path: str, tensor: names.Tensor) -> np.ndarray:
+        array = self._read(path)
+        return array if kind == array.dtype else weights.assemble([(tensor, [array])], kind)
 
     def _read(self, path: str) -> np.ndarray:
         with _readable(self.path / PARAMS):

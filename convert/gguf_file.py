@@ -44,9 +44,9 @@ class GgufSource:
             odd = [f"{name} ({tensor.type.name})" for name, tensor in self.tensors.items() if not _known(tensor.type)]
             check(not odd, f"tensors of a type that the gguf package does not dequantise: {', '.join(odd)}")
 
-    def dtypes(self) -> list[str]:
-        """Return the types that are stored, by name."""
-        return sorted({tensor.type.name for tensor in self.tensors.values()})
+    def dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
+        """Return the name of the type in which each parameter is stored."""
+        return {tensor.path: {self.tensors[name].type.name} for name, tensor in names.expected(config, "gguf").items()}
 
     def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
         """Return the dtype that each parameter has once it is dequantised."""
@@ -75,6 +75,10 @@ class GgufSource:
     def files(self) -> list[Path]:
         """Return the one file."""
         return [self.path]
+
+    def companions(self) -> list[Path]:
+        """Return no files: what lies beside the weights elsewhere is in this one."""
+        return []
 
     def save_companions(self, directory: Path) -> None:
         """Write the tokenizer as files into a directory, unless the file has none."""

@@ -3,9 +3,9 @@
 Published DFlash drafts have the same form. Pickle files are never loaded, nor is code.
 """
 
+import collections
 import functools
 import itertools
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,14 @@ from safetensors import SafetensorError, safe_open
 from convert import float8, names, tokenizer_files, weights
 from convert.files import about, read_json
 from convert.safetensors_headers import Header, read_headers
-from convert.shards import INDEX, SINGLE
-from convert.speculators import D2T, T2D, has_whole_vocabulary, read_vocabulary
+from convert.shards import DTYPES, FLOATS, INDEX, SINGLE
+from convert.speculators import D2T, T2D, check_whole, has_whole_vocabulary, read_vocabulary
 from dflash_jax.config import DraftConfig, TargetConfig, token_ids
 from dflash_jax.errors import UserError, check
 
 GENERATION = "generation_config.json"
-STORED = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+# Of a weight, as it may be stored; float64 is read and not written.
+STORED = {"F64": np.dtype(np.float64), **{name: kind for kind, name in DTYPES.items() if kind in FLOATS}}
 UNQUANTISED = np.dtype(ml_dtypes.bfloat16)  # what a weight in float8 becomes
 VOCABULARY = {D2T: "I64", T2D: "BOOL"}
 LEGACY_BUFFER = "rotary_emb.inv_freq"
@@ -62,8 +58,15 @@ class HuggingFaceSource:
     def headers(self) -> dict[str, Header]:
         """Every tensor's header, by name; buffers that old files keep of what the config says are left out."""
         headers = read_headers(self.path).items()
-        ignored = (D2T, T2D) if has_whole_vocabulary(self.hf_config) else ()
-        return {name: header for name, header in headers if not name.endswith(LEGACY_BUFFER) and name not in ignored}
+        return {name: header for name, header in headers if not name.endswith(LEGACY_BUFFER)}
+
+    @property
+    def _maps_all(self) -> bool:
+        return has_whole_vocabulary(self.hf_config)
+
+    def holds(self, path: str) -> bool:
+        """Say whether a draft's parameter outside its layers is there."""
+        return names.spelled(path, "draft") in self.headers
 
     def check(self, config: TargetConfig | DraftConfig) -> None:
         """Refuse tensors that are not those of the config, or of a dtype that is not supported."""
@@ -71,7 +74,8 @@ class HuggingFaceSource:
         with about(self.path):
             shapes = {name: header.shape for name, header in headers.items()}
             wanted = self._wanted(config) | self._scales()
-            if D2T in wanted:
+            if D2T in wanted or (self._maps_all and (D2T in headers or T2D in headers)):
+                wanted.setdefault(D2T, names.Tensor(D2T, (config.vocab_size,), transposed=False))
                 wanted[T2D] = names.Tensor(T2D, (config.vocab_size,), transposed=False)
             pruned = [name for name in (D2T, T2D) if name in headers and name not in wanted]
             check(
@@ -85,10 +89,13 @@ class HuggingFaceSource:
             odd = [f"{name} ({header.dtype})" for name, header in headers.items() if not self._reads(name)]
             check(not odd, f"tensors of a dtype that is not supported: {', '.join(odd)}; {', '.join(STORED)} are")
 
-    def dtypes(self) -> list[str]:
-        """Return the dtypes that are stored, by name."""
-        known = STORED | {float8.STORED: float8.DTYPE}
-        return sorted({known[header.dtype].name for header in self.headers.values() if header.dtype in known})
+    def dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
+        """Return the names of the dtypes in which each parameter is stored."""
+        known = STORED | {float8.STORED: float8.DTYPE, VOCABULARY[D2T]: np.dtype(np.int64)}
+        found: dict[str, set[str]] = collections.defaultdict(set)
+        for name, tensor in self._wanted(config).items():
+            found[tensor.path].add(known[self.headers[name].dtype].name)
+        return found
 
     def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
         """Return each parameter's dtype; one that consists of several tensors has what holds them all."""
@@ -106,6 +113,9 @@ class HuggingFaceSource:
         """
         if self._stores_tied_head(config):
             self._check_tied_head()
+        if self._maps_all and D2T in self.headers:
+            with about(self.path):
+                check_whole(*self._maps())
         for path, group in itertools.groupby(self._wanted(config).items(), lambda item: item[1].path):
             parts = dict(group)
             if D2T in parts:
@@ -133,14 +143,22 @@ class HuggingFaceSource:
     def files(self) -> list[Path]:
         """Return the files that make up the checkpoint."""
         weight_files = {header.file for header in self.headers.values()}
-        beside = [self.path / name for name in ("config.json", GENERATION, INDEX, *tokenizer_files.NAMES)]
-        return sorted(weight_files | {file for file in beside if file.is_file()})
+        beside = [self.path / name for name in ("config.json", INDEX) if (self.path / name).is_file()]
+        return sorted(weight_files | {*beside, *self.companions()})
 
     def save_companions(self, directory: Path) -> None:
         """Copy the tokenizer's files and the generation config into a directory."""
-        for name in (*tokenizer_files.NAMES, GENERATION):
-            if (self.path / name).is_file():
-                shutil.copyfile(self.path / name, directory / name)
+        for file in self.companions():
+            if file.suffix == ".json":
+                read_json(file)  # what cannot be used is not carried over
+            with about(file):
+                content = file.read_bytes()
+            (directory / file.name).write_bytes(content)
+
+    def companions(self) -> list[Path]:
+        """Return the tokenizer's files and the generation config."""
+        beside = [self.path / name for name in (*tokenizer_files.NAMES, GENERATION)]
+        return [file for file in beside if file.is_file()]
 
     def _wanted(self, config: TargetConfig | DraftConfig) -> dict[str, names.Tensor]:
         return names.expected(config, names.published_layout(config))
@@ -179,7 +197,11 @@ class HuggingFaceSource:
 
     def _vocabulary(self) -> np.ndarray:
         with about(self.path):
-            return read_vocabulary(*(np.concatenate(list(self._blocks(name))) for name in (D2T, T2D)))
+            return read_vocabulary(*self._maps())
+
+    def _maps(self) -> tuple[np.ndarray, np.ndarray]:
+        d2t, t2d = (np.concatenate(list(self._blocks(name))) for name in (D2T, T2D))
+        return d2t, t2d
 
     def _stores_tied_head(self, config: TargetConfig | DraftConfig) -> bool:
         tied = isinstance(config, TargetConfig) and config.tie_word_embeddings
@@ -189,7 +211,7 @@ class HuggingFaceSource:
         head, embedding = self.headers[HEAD], self.headers[EMBEDDING]
         same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
             np.array_equal(ours.view(np.uint8), theirs.view(np.uint8))
-            for ours, theirs in zip(self._blocks(HEAD), self._blocks(EMBEDDING), strict=True)
+            for ours, theirs in zip(self._values(HEAD), self._values(EMBEDDING), strict=True)
         )
         check(
             same,

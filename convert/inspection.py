@@ -10,6 +10,7 @@ import numpy as np
 from convert import names
 from convert.load import any_config, stop_token_ids, target_config_of
 from convert.sources import open_source
+from convert.speculators import is_speculators
 from dflash_jax.config import DRAFT_ARCHITECTURE, FAMILIES, DraftConfig, TargetConfig, check_pair
 from dflash_jax.errors import UserError
 
@@ -27,12 +28,14 @@ def inspect(name: str, target: str | None = None) -> dict[str, Any]:
     source = open_source(name)
     config = any_config(source)
     source.check(config)
+    dtypes = {path: kinds for path, kinds in source.dtypes(config).items() if path != names.VOCABULARY}
+    stops = stop_token_ids(source, config) if isinstance(config, TargetConfig) else ()
     return {
         "path": name,
         "format": source.format,
-        **(_target(config, stop_token_ids(source, config)) if isinstance(config, TargetConfig) else _draft(config)),
-        "parameters": sum(map(math.prod, names.shapes(config).values())),
-        "dtypes": source.dtypes(),
+        **(_target(config, stops) if isinstance(config, TargetConfig) else _draft(config, source.hf_config)),
+        "parameters": names.count(config),
+        "dtypes": sorted(set().union(*dtypes.values())),
         "bytes": sum(file.stat().st_size for file in source.files()),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -44,7 +47,7 @@ def inspect(name: str, target: str | None = None) -> dict[str, Any]:
         "max_positions": config.max_positions,
         "chat_template": source.has_chat_template(),
         **(_pair(config, target) if target is not None else {}),
-        "layers": _layers(config, source.stored(config)),
+        "layers": _layers(config, dtypes),
     }
 
 
@@ -59,14 +62,14 @@ def _pair(draft: TargetConfig | DraftConfig, name: str) -> dict[str, Any]:
     return {"target": name, "fits": True}
 
 
-def _layers(config: TargetConfig | DraftConfig, stored: Mapping[str, np.dtype]) -> list[dict[str, Any]]:
-    """Say of every layer what it sees, what transforms, how large it is and in which dtypes."""
+def _layers(config: TargetConfig | DraftConfig, stored: Mapping[str, set[str]]) -> list[dict[str, Any]]:
+    """Say of every layer what it sees, what transforms, how large it is and in which dtypes it is stored."""
     sizes: collections.Counter[str] = collections.Counter()
     dtypes: dict[str, set[str]] = collections.defaultdict(set)
     for path, shape in names.shapes(config).items():
         layer = path.partition("/")[0]
         sizes[layer] += math.prod(shape)
-        dtypes[layer].add(stored[path].name)
+        dtypes[layer] |= stored.get(path, set())
     return [
         {
             "layer": i,
@@ -85,7 +88,7 @@ def summary(config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -
     return {
         "kind": "target" if isinstance(config, TargetConfig) else "draft",
         "dtype": "+".join(sorted({kind.name for path, kind in kinds.items() if path != names.VOCABULARY})),
-        "parameters": sum(map(math.prod, names.shapes(config).values())),
+        "parameters": names.count(config),
     }
 
 
@@ -98,13 +101,15 @@ def _target(config: TargetConfig, stops: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _draft(config: DraftConfig) -> dict[str, Any]:
+def _draft(config: DraftConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kind": "draft",
+        "layout": "speculators" if is_speculators(hf_config) else "published",
         "architecture": DRAFT_ARCHITECTURE,
         "target_layer_ids": list(config.target_layer_ids),
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "own_vocabulary": config.own_vocabulary,
+        "own_embedding": config.own_embedding,
     }

@@ -1,14 +1,15 @@
 """Targets, drafts and tokenizers from checkpoints of every format."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from convert import hub, speculators, weights
 from convert.files import about, about_values, read_json
-from convert.gguf_file import GgufSource
+from convert.huggingface import HuggingFaceSource
 from convert.progress import Watch, quiet
 from convert.sources import Source, is_hub_id, open_source
 from convert.trees import nest
@@ -103,11 +104,13 @@ def target_config_of(name: str) -> TargetConfig:
 
 def draft_config(source: Source) -> DraftConfig:
     """Read a source's config as a draft's."""
-    if isinstance(source, GgufSource):
+    if not isinstance(source, HuggingFaceSource):
         raise UserError(f"{source.path}: a .gguf file holds a target; a draft's directory is right")
+    theirs = speculators.is_speculators(source.hf_config)
+    held = [path for path in ("embedding", "head") if theirs and source.holds(path)]
     with about_values(source.config_name):
-        if speculators.is_speculators(source.hf_config):
-            return speculators.read_config(source.hf_config)
+        if theirs:
+            return speculators.read_config(source.hf_config, held)
         return DraftConfig.from_hf(source.hf_config)
 
 
@@ -136,7 +139,14 @@ def read_params(
     arrays: Iterable[tuple[str, np.ndarray]] = watch(
         source.arrays(config, kinds), len(kinds), f"reading {source.path.name}"
     )
-    return nest((path, place(tuple(path.split("/")), array)) for path, array in arrays)
+    return nest(_placed(arrays, place))
+
+
+def _placed(arrays: Iterable[tuple[str, np.ndarray]], place: weights.Place) -> Iterator[tuple[str, jax.Array]]:
+    for path, array in arrays:
+        placed = place(tuple(path.split("/")), array)
+        del array  # the next one is read while this loop would hold it
+        yield path, placed
 
 
 def kinds_of(source: Source, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> dict[str, np.dtype]:

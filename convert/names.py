@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -14,6 +15,7 @@ from dflash_jax.errors import check
 
 Layout = Literal["flax", "target", "draft", "gguf"]
 Shape = tuple[int, ...]
+MOST_TOLD = 8  # names in a line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +118,33 @@ def expected(config: TargetConfig | DraftConfig, layout: Layout) -> dict[str, Te
     return tensors
 
 
+def spelled(path: str, layout: Layout) -> str:
+    """Return the name that a parameter outside the layers has in a layout."""
+    return str(getattr(_ROWS[path], layout))
+
+
+def count(config: TargetConfig | DraftConfig) -> int:
+    """Return how many numbers there are to learn."""
+    return sum(math.prod(shape) for path, shape in shapes(config).items() if path != VOCABULARY)
+
+
 def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Tensor]) -> None:
     """Refuse a checkpoint whose tensors are not exactly those that its config asks for.
 
     Raises:
-        UserError: naming every tensor that is missing, unexpected or mis-shaped.
+        UserError: naming those that are missing, unexpected or mis-shaped, a few of each kind.
     """
     missing = sorted(wanted.keys() - found.keys())
     unexpected = sorted(found.keys() - wanted.keys())
     wrong = [name for name in wanted if name in found and found[name] != wanted[name].shape]
-    faults = [f"missing {', '.join(missing)}"] if missing else []
-    faults += [f"unexpected {', '.join(unexpected)}"] if unexpected else []
-    faults += [f"{name} is {list(found[name])}, and {list(wanted[name].shape)} is right" for name in wrong]
+    sizes = [f"{name} is {list(found[name])}, and {list(wanted[name].shape)} is right" for name in wrong]
+    faults = [f"missing {few(missing)}"] if missing else []
+    faults += [f"unexpected {few(unexpected)}"] if unexpected else []
+    faults += [few(sizes, "; ")] if sizes else []
     check(not faults, f"the tensors are not those of its config: {'; '.join(faults)}")
+
+
+def few(told: Sequence[str], between: str = ", ") -> str:
+    """Join the first of what may be thousands."""
+    more = len(told) - MOST_TOLD
+    return between.join(told[:MOST_TOLD]) + (f" and {more:,} more" if more > 0 else "")

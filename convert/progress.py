@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 T = TypeVar("T")
 # Takes what is iterated over, how many there will be, and what is being done to them.
@@ -35,16 +35,22 @@ def show(items: Iterable[T], total: int, label: str) -> Iterator[T]:
         yield from items
         return
     if sys.stderr.isatty():
-        yield from track(items, label, total, console=Console(stderr=True), transient=True)
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            for item in items:
+                yield item
+                del item  # the next one may be as large
+                bar.advance(task)
         return
     tell(label)
-    last = time.monotonic()
-    for done, item in enumerate(items):
+    last, done = time.monotonic(), 0
+    for item in items:  # `enumerate` would hold it while the next one is made
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             tell(f"{label}: {done} of {total}")
             last = time.monotonic()
         yield item
-        del item  # which the next one may be as large as
+        del item
+        done += 1  # noqa: SIM113
 
 
 def quiet(items: Iterable[T], total: int, label: str) -> Iterable[T]:  # noqa: ARG001

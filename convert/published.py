@@ -11,13 +11,12 @@ import numpy as np
 
 from convert import names, speculators, weights
 from convert.files import new_directory, write_json
-from convert.shards import DTYPES, Shards, Stored
+from convert.shards import FLOATS, Shards, Stored
 from convert.trees import flatten
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.errors import check
 from dflash_jax.parameters import Params
 
-FLOATS = tuple(kind for kind in DTYPES if jnp.issubdtype(kind, jnp.floating))
 LARGEST_SHARD = 5 * 10**9  # bytes; transformers' own
 
 
@@ -38,11 +37,13 @@ def publish(destination: Path, config: DraftConfig | TargetConfig, params: Param
     names.check_shapes({path: leaf.shape for path, leaf in leaves.items()}, names.expected(config, "flax"))
     kinds = weights.kinds({path: leaf.dtype for path, leaf in leaves.items()}, weights.asked_dtype(dtype))
     with new_directory(destination) as directory:
-        write_published(directory, config, kinds, ((path, np.asarray(leaf)) for path, leaf in leaves.items()))
+        arrays = ((path, np.asarray(leaf)) for path, leaf in leaves.items())
+        write_published(directory, spell(config, kinds), config, kinds, arrays)
 
 
 def write_published(
     directory: Path,
+    hf_config: dict[str, Any],
     config: DraftConfig | TargetConfig,
     kinds: Mapping[str, np.dtype],
     arrays: Iterable[tuple[str, np.ndarray]],
@@ -52,7 +53,8 @@ def write_published(
 
     Args:
         directory: where to write.
-        config: of the model.
+        hf_config: what becomes config.json.
+        config: of the model, the same.
         kinds: the dtype that each parameter is written in.
         arrays: the parameters.
         most: bytes of a file.
@@ -63,7 +65,7 @@ def write_published(
     """
     odd = [f"{path} ({kind.name})" for path, kind in kinds.items() if kind not in FLOATS and path != names.VOCABULARY]
     check(not odd, f"dtypes that are not published: {', '.join(odd)}; --dtype float32 or bfloat16 is right")
-    write_json(directory / "config.json", _spell(config, kinds))
+    write_json(directory / "config.json", hf_config)
     wanted = names.expected(config, names.published_layout(config))
     shards = Shards(directory, _stored(config, wanted, kinds), most)
     parts: dict[str, dict[str, names.Tensor]] = collections.defaultdict(dict)
@@ -98,21 +100,27 @@ def _parts(
         yield name, part.T if tensor.transposed else part
 
 
-def _spell(config: DraftConfig | TargetConfig, kinds: Mapping[str, np.dtype]) -> dict[str, Any]:
-    """Spell a config for readers old and new."""
+def spell(
+    config: DraftConfig | TargetConfig, kinds: Mapping[str, np.dtype], *, in_speculators: bool = False
+) -> dict[str, Any]:
+    """Spell a config for readers old and new; a draft with parts of its own in the layout of speculators.
+
+    Args:
+        config: of the model.
+        kinds: the dtype that each parameter is written in.
+        in_speculators: spell any draft in that layout.
+    """
     # The dtype that readers cast every tensor to: where there are several, one that holds them all.
     floats = {kind for kind in kinds.values() if kind in FLOATS}
     dtype = functools.reduce(jnp.promote_types, floats).name
-    if isinstance(config, DraftConfig) and config.own_vocabulary is not None:
-        return speculators.write_config(config) | {"dtype": dtype, "torch_dtype": dtype}
-    written = config.to_hf()
-    rotary = written["rope_parameters"]
+    if isinstance(config, DraftConfig) and (in_speculators or not config.is_bare):
+        written = speculators.write_config(config)
+        layers = written[speculators.LAYERS]
+    else:
+        written = layers = config.to_hf()
+    rotary = layers["rope_parameters"]
     scaled = rotary.get("rope_type", "default") != "default"
-    written |= {
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "rope_scaling": {key: value for key, value in rotary.items() if key != "rope_theta"} if scaled else None,
-    }
-    if isinstance(config, DraftConfig) and config.is_causal is not None:
+    layers["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"} if scaled else None
+    if isinstance(config, DraftConfig) and config.is_causal is not None and "dflash_config" in written:
         written["dflash_config"] |= {"causal": config.is_causal}  # where older vLLMs look for it
-    return written
+    return written | {"dtype": dtype, "torch_dtype": dtype}

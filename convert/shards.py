@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -23,6 +24,7 @@ DTYPES = {
     np.dtype(np.float16): "F16",
     np.dtype(bool): "BOOL",
 }
+FLOATS = tuple(kind for kind in DTYPES if jnp.issubdtype(kind, jnp.floating))
 METADATA = {"format": "pt"}  # transformers asks for it
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from convert.conversion import converting
-from convert.files import read_json, write_json
 from convert.progress import Watch, quiet
-from convert.published import LARGEST_SHARD, write_published
+from convert.published import LARGEST_SHARD, spell, write_published
+from convert.speculators import LAYERS, is_speculators
 
 # Names code that lies beside the weights, which is not carried over: it is never loaded.
 CODE = "auto_map"
@@ -39,9 +39,9 @@ def to_hf(
         UserError: as for `load_target`, a destination that is there already, or no room for it.
     """
     with converting(source_name, destination, dtype, watch) as conversion:
-        write_published(conversion.directory, conversion.config, conversion.kinds, conversion.arrays(), most)
-        file = conversion.directory / "config.json"
-        write_json(file, _carry(conversion.source.hf_config, read_json(file)))
+        config, kinds, theirs = conversion.config, conversion.kinds, conversion.source.hf_config
+        hf_config = _carry(theirs, spell(config, kinds, in_speculators=is_speculators(theirs)))
+        write_published(conversion.directory, hf_config, config, kinds, conversion.arrays(), most)
         return conversion.finish(verify=verify)
 
 
@@ -49,7 +49,7 @@ def _carry(theirs: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """Add the source's other fields to a config."""
     merged = {**theirs, **ours}
     merged.pop(CODE, None)
-    for inner in ("dflash_config", "transformer_layer_config"):
+    for inner in ("dflash_config", LAYERS):
         if inner in ours:
             merged[inner] = {**(theirs.get(inner) or {}), **ours[inner]}
     return merged

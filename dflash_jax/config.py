@@ -4,7 +4,7 @@ Messages of the errors raised here name the field; whoever opened the file puts 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_jax.errors import check
@@ -129,7 +129,8 @@ class TargetConfig(TransformerConfig):
 class DraftConfig(TransformerConfig):
     """A DFlash draft. `target_layer_ids` are 0-based, and tap outputs of layers (law 1).
 
-    `own_vocabulary`: how many tokens the draft's own head knows; None where embedding and head are the target's.
+    `own_vocabulary`: how many tokens the draft's own head knows; None where the head is the target's. `own_embedding`:
+    whether the draft brings an embedding.
     """
 
     block_size: int = 16
@@ -141,6 +142,12 @@ class DraftConfig(TransformerConfig):
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     own_vocabulary: int | None = None
+    own_embedding: bool = False
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether embedding and head are the target's (law 4)."""
+        return self.own_vocabulary is None and not self.own_embedding
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "DraftConfig":
@@ -165,6 +172,10 @@ class DraftConfig(TransformerConfig):
                 _either(config, field) in (None, config.get("vocab_size")),
                 f"{field}: a draft with a pruned vocabulary is supported in the layout of speculators alone",
             )
+        for field in ("sample_from_anchor", "shift_label"):
+            check(not _either(config, field), f"{field}: true is not supported; a draft whose slot 0 is its anchor is")
+        projector = _either(config, "projector_type")
+        check(projector in (None, "dflash"), f"projector_type: {projector!r} is not supported; 'dflash' is")
         ids = _either(config, "target_layer_ids")
         check(
             isinstance(ids, list | tuple) and len(ids) > 0 and all(_is_int(i) and i >= 0 for i in ids),
@@ -187,6 +198,8 @@ class DraftConfig(TransformerConfig):
         )
         layers = config.get("num_target_layers")
         check(layers is None or _is_int(layers), f"num_target_layers: {layers!r}; a whole number or null is right")
+        if layers is not None:
+            _check_taps(ids, layers)
         vocab_size = _positive(config, "vocab_size")
         own_vocabulary = config.get("own_vocabulary")
         check(
@@ -204,6 +217,7 @@ class DraftConfig(TransformerConfig):
             output_multiplier=_scale(config, "output_multiplier"),
             final_logit_softcapping=float(softcap) if softcap else None,
             own_vocabulary=own_vocabulary,
+            own_embedding=_flag(config, "own_embedding"),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -215,6 +229,7 @@ class DraftConfig(TransformerConfig):
             "output_multiplier": (self.output_multiplier, 1.0),
             "final_logit_softcapping": (self.final_logit_softcapping, None),
             "own_vocabulary": (self.own_vocabulary, None),
+            "own_embedding": (self.own_embedding, False),
         }
         return (
             _write_transformer(self)
@@ -258,7 +273,11 @@ def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
     for field in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(draft, field), getattr(target, field)
         check(ours == theirs, f"{field}: the draft has {ours}, the target {theirs}; they must be equal")
-    last = max(draft.target_layer_ids)
+    _check_taps(draft.target_layer_ids, layers)
+
+
+def _check_taps(ids: Sequence[int], layers: int) -> None:
+    last = max(ids)
     check(
         last < layers - 1,
         f"target_layer_ids: {last} cannot be tapped in a target of {layers} layers, whose last output only exists "

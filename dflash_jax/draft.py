@@ -72,9 +72,10 @@ class Draft(nn.Module):
         self.context_norm = RMSNorm(c.rms_norm_eps)
         self.layers = [DraftLayer(c, layer) for layer in c.layers]
         self.final_norm = RMSNorm(c.rms_norm_eps)
-        if c.own_vocabulary is not None:
-            normal = nn.initializers.normal(0.02)
+        normal = nn.initializers.normal(0.02)
+        if c.own_embedding:
             self.embedding = self.param("embedding", normal, (c.vocab_size, c.hidden_size), jnp.float32)
+        if c.own_vocabulary is not None:
             self.head = self.param("head", normal, (c.hidden_size, c.own_vocabulary), jnp.float32)
             if c.own_vocabulary != c.vocab_size:
                 self.vocabulary = self.param("vocabulary", nn.initializers.zeros, (c.own_vocabulary,), jnp.int32)

@@ -229,11 +229,10 @@ def propose(
         return anchors[:, :0]
     masked = jnp.full((anchors.shape[0], models.block_size - 1), config.mask_token_id, anchors.dtype)
     block = jnp.concatenate([anchors, masked], axis=1)
-    own = config.own_vocabulary is not None
-    embedding = (Draft(config), weights.draft) if own else (Target(models.target), weights.target)
+    embedding = (Draft(config), weights.draft) if config.own_embedding else (Target(models.target), weights.target)
     embedded = _apply(*embedding, block, method="embed")
     hidden = _apply(Draft(config), weights.draft, embedded, cache, start)[:, 1:]
-    if own:
+    if config.own_vocabulary is not None:
         return _apply(Draft(config), weights.draft, hidden, method="propose")
     return likeliest(adjust_logits(config, _logits(models, weights, hidden)))
 

@@ -1,7 +1,10 @@
 """Strictness that every test runs under, and what several of them share."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import jax
@@ -12,6 +15,16 @@ from tests import processes
 
 # Read when jax first compiles; programs that tests start inherit it.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {processes.QUICK}"
+
+# Tests compile the same small programs again and again: what one process compiles, those of this run read.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="programs-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+for setting in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
+    os.environ[f"JAX_PERSISTENT_CACHE_{setting}"] = "0"
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 # A vector added to a matrix is usually a forgotten axis.
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -89,6 +89,12 @@ def smollm2():
     return Language(load_tokenizer(str(target)), (2,), 49152, False)
 
 
+def test_thinking_that_an_answer_was_given_with_is_asked_for():
+    row = {"prompt_ids": [1], "response_ids": [2], "thinking": True}
+    assert refusal(row, tiny()).startswith("answered with thinking true, and prepared otherwise; --thinking")
+    assert documents(row, HERE, tiny(thinking=True))
+
+
 def test_a_chat_is_one_document_where_the_template_renders_answers_always_alike():
     # A token is a byte or a mark, so ids can be written down: <|im_start|> is 256 and <|im_end|> 257.
     (document,) = documents({"messages": [ask("a"), answer("b"), ask("c"), answer("")]}, HERE, tiny())

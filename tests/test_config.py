@@ -104,6 +104,13 @@ def test_published_targets_read_as_the_presets():
     assert TargetConfig.from_hf(LLAMA3_1_8B) == presets.TARGETS["llama3.1-8b"]
 
 
+@pytest.mark.parametrize(("more", "full"), [({"max_window_layers": 30}, 30), ({}, 28)])
+def test_layers_slide_from_max_window_layers_on(more, full):
+    config = without(QWEN3_8B, "layer_types", "max_window_layers") | {"use_sliding_window": True, "sliding_window": 64}
+    found = TargetConfig.from_hf(config | more).layers
+    assert [layer.window for layer in found] == [None] * full + [64] * (36 - full)
+
+
 @pytest.mark.parametrize("scaling", [None, SCALING, {"rope_type": "linear", "factor": 2.0}], ids=str)
 def test_both_spellings_of_rotary_settings_are_equal(scaling):
     config = QWEN3_8B | {"rope_scaling": scaling}
@@ -266,6 +273,10 @@ DRAFT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM"),
     ({"dflash_config": without(OWN, "target_layer_ids")}, "target_layer_ids: None.*never guessed"),
     ({"dflash_config": OWN | {"target_layer_ids": []}}, "target_layer_ids"),
+    ({"dflash_config": OWN | {"target_layer_ids": [1, 35]}}, "target_layer_ids: 35 cannot be tapped.*36 layers"),
+    ({"sample_from_anchor": True}, "sample_from_anchor: true is not supported"),
+    ({"dflash_config": OWN | {"shift_label": True}}, "shift_label: true is not supported"),
+    ({"dflash_config": OWN | {"projector_type": "other"}}, "projector_type: 'other' is not supported; 'dflash' is"),
     ({"dflash_config": OWN | {"target_layer_ids": 3}}, "target_layer_ids"),
     ({"dflash_config": OWN | {"target_layer_ids": [-1, 3]}}, "target_layer_ids"),
     ({"dflash_config": OWN | {"target_layer_ids": [3, 3]}}, "target_layer_ids.*twice"),
@@ -349,14 +360,20 @@ def test_a_draft_and_its_target_are_accepted():
     [
         ({"hidden_size": 2560}, "hidden_size: the draft has 2560, the target 4096"),
         ({"vocab_size": 151937}, "vocab_size: the draft has 151937, the target 151936"),
-        ({"num_target_layers": 28}, "num_target_layers: the draft was made for 28 layers, the target has 36"),
-        ({"dflash_config": OWN | {"target_layer_ids": [1, 35]}}, "target_layer_ids: 35.*36 layers.*final norm.*34"),
-        ({"dflash_config": OWN | {"target_layer_ids": [99, 1]}}, "target_layer_ids: 99.*36 layers"),
+        ({"num_target_layers": 40}, "num_target_layers: the draft was made for 40 layers, the target has 36"),
+        (
+            {"dflash_config": OWN | {"target_layer_ids": [1, 35]}},
+            "target_layer_ids: 35.*36 layers.*final norm.*34",
+        ),
+        (
+            {"dflash_config": OWN | {"target_layer_ids": [99, 1]}},
+            "target_layer_ids: 99.*36 layers",
+        ),
     ],
 )
 def test_a_draft_of_another_target_is_refused_with_both_numbers(changes, message):
     with pytest.raises(UserError, match=message):
-        check_pair(TargetConfig.from_hf(QWEN3_8B), DraftConfig.from_hf(DRAFT | changes))
+        check_pair(TargetConfig.from_hf(QWEN3_8B), DraftConfig.from_hf(DRAFT | {"num_target_layers": None} | changes))
 
 
 # Which item of a sequence beartype checks, it chooses with Python's random module; hypothesis would rather it did not.
@@ -433,17 +450,19 @@ def targets(draw: st.DrawFn) -> TargetConfig:
 def drafts(draw: st.DrawFn) -> DraftConfig:
     is_causal = draw(st.sampled_from([None, True, False]))
     shared = draw(sizes(full_causal=is_causal is True, sliding_causal=is_causal is not False))
+    taps = draw(st.lists(st.integers(0, 80), min_size=1, max_size=6, unique=True))
     return DraftConfig(
         **shared,
         block_size=draw(st.integers(2, 64)),
         mask_token_id=draw(st.integers(0, shared["vocab_size"] - 1)),
-        target_layer_ids=tuple(draw(st.lists(st.integers(0, 80), min_size=1, max_size=6, unique=True))),
-        num_target_layers=draw(st.none() | st.integers(1, 100)),
+        target_layer_ids=tuple(taps),
+        num_target_layers=draw(st.none() | st.integers(max(taps) + 2, 100)),
         is_causal=is_causal,
         input_embedding_scale=draw(floats(0.1, 100)),
         output_multiplier=draw(floats(0.1, 100)),
         final_logit_softcapping=draw(st.none() | floats(0.1, 100)),
         own_vocabulary=draw(st.none() | st.integers(1, shared["vocab_size"])),
+        own_embedding=draw(st.booleans()),
     )
 
 

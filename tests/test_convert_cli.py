@@ -121,6 +121,7 @@ def test_inspecting_a_draft_prints_what_pairs_it(tmp_path, capsys):
     assert lines["target_layer_ids"] == "1, 2"
     assert lines["block_size"] == "4"
     assert lines["mask_token_id"] == "60"
+    assert lines["layout"] == "published"
     assert lines["dtypes"] == "float32"
     assert lines["chat_template"] == "no"
     assert [line.split() for line in table.splitlines()] == [
@@ -128,6 +129,12 @@ def test_inspecting_a_draft_prints_what_pairs_it(tmp_path, capsys):
         ["0", "full", "none", "40", "5,828", "float32"],
         ["1", "full", "none", "40", "5,828", "float32"],
     ]
+
+
+def test_token_ids_are_printed_as_they_are_written(tmp_path, capsys):
+    main(["inspect", str(Path(__file__).parents[1] / "inference/demo_draft")])
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.partition("\n\n")[0].splitlines())
+    assert (lines["mask_token_id"], lines["vocab_size"]) == ("16", "49,152")
 
 
 def test_a_layer_is_told_by_what_it_sees_and_what_transforms(tmp_path, capsys):

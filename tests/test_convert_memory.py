@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.conversion import MIB, convert
 from convert import flax_checkpoint, names
-from convert.published import write_published
+from convert.published import spell, write_published
 from dflash_jax.config import TargetConfig
 from tests.torch_models import SIZES
 
@@ -27,7 +27,8 @@ def write(directory, layers):
     shapes = names.shapes(config)
     directory.mkdir()
     arrays = ((path, np.ones(shape, BFLOAT16)) for path, shape in shapes.items())
-    write_published(directory, config, dict.fromkeys(shapes, BFLOAT16), arrays, 300 * MIB)
+    kinds = dict.fromkeys(shapes, BFLOAT16)
+    write_published(directory, spell(config, kinds), config, kinds, arrays, 300 * MIB)
     return sum(2 * int(np.prod(shape)) for shape in shapes.values())
 
 

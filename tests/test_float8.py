@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import convert
+from convert.inspection import inspect
 from convert.to_hf import to_hf
 from tests.checkpoints import refusal, write_target
 
@@ -61,6 +62,27 @@ def test_scales_are_applied_before_casting(tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     expected = held[name].float() * spread(held[f"{name}_scale_inv"], held[name].shape)
     np.testing.assert_array_equal(wide["layers_0"]["mlp"]["down_proj"]["kernel"], expected.T)
+
+
+def test_a_tied_head_may_be_stored_in_it_too(tmp_path):
+    write(tmp_path / "source")
+    file = tmp_path / "source/model.safetensors"
+    held = load_file(file)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        held[name] = torch.ones(61, 24).to(torch.float8_e4m3fn)
+        held[f"{name}_scale_inv"] = torch.full((4, 3), 0.5)
+    save_file(held, file)
+    config = json.loads((tmp_path / "source/config.json").read_text())
+    (tmp_path / "source/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    np.testing.assert_array_equal(convert.load_target(str(tmp_path / "source")).params["embedding"], 0.5)
+    save_file(held | {"lm_head.weight_scale_inv": torch.full((4, 3), 0.25)}, file)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refusal(convert.load_target, tmp_path / "source")
+
+
+def test_inspecting_tells_what_is_stored(tmp_path):
+    write(tmp_path / "source")
+    layers = inspect(str(tmp_path / "source"))["layers"]
+    assert layers[0]["dtypes"] == ["float32", "float8_e4m3fn"]
 
 
 @pytest.mark.parametrize(

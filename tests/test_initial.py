@@ -139,7 +139,10 @@ def test_a_draft_of_another_shape_than_asked_for_is_refused(written, change, mes
         ({"hidden_size": 32}, "hidden_size: the draft has 32, the target 16"),
         ({"vocab_size": 12}, "vocab_size: the draft has 12, the target 11"),
         ({"num_target_layers": 8}, "num_target_layers: the draft was made for 8 layers, the target has 6"),
-        ({"target_layer_ids": (1, 5)}, "target_layer_ids: 5 cannot be tapped in a target of 6 layers"),
+        (
+            {"target_layer_ids": (1, 5), "num_target_layers": None},
+            "target_layer_ids: 5 cannot be tapped in a target of 6 layers",
+        ),
     ],
 )
 def test_a_draft_of_another_target_is_refused(written, change, message):
@@ -150,6 +153,11 @@ def test_a_draft_of_another_target_is_refused(written, change, message):
 def test_a_draft_with_a_head_of_its_own_is_refused(written):
     path, _ = written(dataclasses.replace(DRAFT, own_vocabulary=DRAFT.vocab_size))
     assert refusal(init_from=path).startswith(f"--init-from {path}: it has a head of its own, and cannot be trained")
+
+
+def test_a_draft_in_bfloat16_is_trained_in_float32(tmp_path):
+    publish(tmp_path / "half", DRAFT, random_params(DRAFT, 7), "bfloat16")
+    begun(init_from=str(tmp_path / "half"))
 
 
 def test_what_is_no_draft_is_refused(tmp_path):

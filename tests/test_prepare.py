@@ -1,3 +1,4 @@
+import concurrent.futures
 import fcntl
 import json
 import re
@@ -73,6 +74,16 @@ def names(output):
 def short(monkeypatch):
     """Shards of two lines."""
     monkeypatch.setattr(prepare, "LINES", 2)
+
+
+def test_workers_think_as_they_are_told(run, data, output, short, tmp_path, monkeypatch):
+    def threads(count, _, start, told):
+        return concurrent.futures.ThreadPoolExecutor(count, initializer=start, initargs=told)
+
+    monkeypatch.setattr(prepare.concurrent.futures, "ProcessPoolExecutor", threads)
+    write(data, *(chat(str(i)) for i in range(6)))
+    run("--target", str(pair.write_target(tmp_path / "switching")), "--thinking", "--workers", "2")
+    assert "<think>" not in pair.tokenizer().decode(open_prepared(output)[5].tokens)
 
 
 def test_rows_come_in_order_and_are_counted(run, data, output, short):

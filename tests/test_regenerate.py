@@ -70,6 +70,12 @@ def lines_of(output):
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+def test_thinking_reaches_the_prompt(ask, write, output):
+    ask(write({"prompt": "a"}), "--thinking")
+    [answer] = lines_of(output)
+    assert pair.tokenizer().decode(answer["prompt_ids"]).endswith("<assistant\n")
+
+
 def test_every_user_turn_is_answered_anew(ask, write, output):
     data = write(
         {"question": "a?", "answer": "b"},

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from dflash_jax.errors import UserError
 from tests import runs
 from tests.test_convert_to_hf import reference_model
 from tests.torch_models import params_of
-from training import data, loop, run
+from training import data, loop, run, trainer
 from training.checkpoints import Checkpoints
 from training.metrics import Log
 from training.packing import hold_out
@@ -99,6 +101,27 @@ def refusal(action, *arguments, **options):
         action(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_data_without_an_answer_is_refused(begin, output, tmp_path):
+    none = runs.write_prepared(tmp_path / "none", rows=20, unsupervised=20)
+    assert refusal(begin, output, none).startswith(f"--data {none}: no answer of two tokens or more to learn from")
+
+
+def test_a_run_that_learnt_from_nothing_leaves_no_draft(begin, output, monkeypatch):
+    idle = SimpleNamespace(run=lambda state, position: state)
+    monkeypatch.setattr(trainer, "Loop", lambda *_: idle)
+    assert "there was no answer within --train.length 48 to learn from" in refusal(begin, output)
+    assert not (output / "draft").exists()
+
+
+def test_gradients_that_are_not_finite_end_a_run_though_the_loss_is(whole):
+    report: Any = SimpleNamespace(sums=SimpleNamespace(loss=1.0, weight=1.0), grad_norm=np.inf)
+    grounds = Mock()
+    grounds.rows.lines.return_value = [1]
+    stuck = loop.Loop(grounds, Mock(), whole)
+    stuck._waiting = 3, data.Drawn(np.array([0]), {}), report
+    assert "step 3: its loss is 1.0 and the norm of its gradients inf, so it was not taken" in refusal(stuck._look)
 
 
 def assert_same_run(output, whole):

@@ -32,13 +32,15 @@ def test_a_run_learns_and_goes_on_to_the_bit(place, loss, optimizer):
         "init_from": "target",
         "loss__name": loss,
         "optimizer__name": optimizer,
-        "train__steps": 6,
+        "train__steps": 7,
         "checkpoint__every": 3,
-        "evaluation__every": 6,
+        "evaluation__every": 3,
         "draft__layers": 1,
     }
     config, whole = runs.changed(runs.CONFIG, **changes), place / loss
     train(config, place / "prepared", whole)
+    assert runs.checkpoints(whole) == [3, 6, 7]  # the last state is saved and judged, wherever it falls
+    assert "evaluation_acceptance_length" in runs.metrics(whole)[-1]
     losses = [line["loss"] for line in runs.metrics(whole)]
     assert losses[-1] < losses[0]
     again = place / f"{loss}-again"
@@ -46,7 +48,7 @@ def test_a_run_learns_and_goes_on_to_the_bit(place, loss, optimizer):
     (again / "config.json").write_bytes((whole / "config.json").read_bytes())
     (whole / "checkpoints" / "3").rename(again / "checkpoints" / "3")
     train(config, place / "prepared", again)
-    assert runs.bits(again, 6) == runs.bits(whole, 6)
+    assert runs.bits(again, 7) == runs.bits(whole, 7)
 
 
 def test_every_setting_reaches_the_step():

@@ -29,7 +29,7 @@ EXPERTS = LayerConfig(tiny.ROTARY, experts=ExpertsConfig(5, 2, 8, normalised=Tru
         dataclasses.replace(tiny.TARGET, family="qwen3_moe", layers=(EXPERTS, tiny.TARGET.layers[0])),
         tiny.DRAFT,
         dataclasses.replace(tiny.DRAFT, **BIASED),
-        dataclasses.replace(tiny.DRAFT, own_vocabulary=5),
+        dataclasses.replace(tiny.DRAFT, own_vocabulary=5, own_embedding=True),
     ],
 )
 def test_every_parameter_has_one_rule_with_an_axis_for_each_of_its_own(config):

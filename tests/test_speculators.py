@@ -14,11 +14,14 @@ import convert
 from convert.__main__ import main
 from convert.speculators import read_vocabulary, write_vocabulary
 from convert.to_hf import to_hf
+from dflash_jax import cache, sharding
 from dflash_jax.config import DraftConfig
+from dflash_jax.draft import Draft
+from inference import decode
 from inference.engine import Engine, SamplingConfig
 from tests import tiny
 from tests.checkpoints import DRAFT_CONFIG, draft_tensors, refusal, same, write_directory
-from tests.torch_models import SIZES
+from tests.torch_models import SIZES, YARN
 
 LAYERS = {name: DRAFT_CONFIG[name] for name in (*SIZES, "hidden_act", "rms_norm_eps", "rope_theta")}
 CONFIG: dict[str, Any] = {
@@ -47,10 +50,21 @@ def write(directory: Path, **changes: Any) -> Path:
     return write_directory(directory, CONFIG | changes, tensors())
 
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+WHOLE = {"d2t": np.zeros(61, np.int64), "t2d": np.ones(61, bool)}
+
+
+def write_whole(directory: Path, *without: str, **more: np.ndarray) -> Path:
+    """Write a draft whose head knows all tokens."""
+    held = tensors() | {HEAD: np.random.default_rng(6).standard_normal((61, 24), np.float32)} | more
+    held = {name: value for name, value in held.items() if name not in ("d2t", "t2d", *without) or name in more}
+    return write_directory(directory, CONFIG | {"draft_vocab_size": 61}, held)
+
+
 def test_a_config_means_what_a_published_one_does(tmp_path):
     found = convert.load_draft(str(write(tmp_path / "draft"))).config
     published = DraftConfig.from_hf(DRAFT_CONFIG | {"num_target_layers": None})
-    assert found == dataclasses.replace(published, own_vocabulary=9)
+    assert found == dataclasses.replace(published, own_vocabulary=9, own_embedding=True)
     assert found.target_layer_ids == (1, 2)  # one lower than theirs
 
 
@@ -99,10 +113,57 @@ def test_it_comes_back_in_its_own_layout(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
+    ("without", "own"),
+    [((), (61, True)), ((EMBEDDING,), (61, False)), ((HEAD,), (None, True)), ((EMBEDDING, HEAD), (None, False))],
+)
+def test_what_is_left_to_the_target_is_the_targets(tmp_path, without, own):
+    write_whole(tmp_path / "source", *without)
+    main(["to-flax", str(tmp_path / "source"), str(tmp_path / "flax"), "--verify"])
+    main(["to-hf", str(tmp_path / "flax"), str(tmp_path / "made"), "--verify"])
+    for name in ("source", "flax", "made"):
+        config = convert.load_draft(str(tmp_path / name)).config
+        assert (config.own_vocabulary, config.own_embedding) == own
+    assert (
+        load_file(tmp_path / "made/model.safetensors").keys() == load_file(tmp_path / "source/model.safetensors").keys()
+    )
+    written = json.loads((tmp_path / "made/config.json").read_text())
+    assert (written["speculators_model_type"], written["draft_vocab_size"]) == ("dflash", 61)
+
+
+def test_a_pruned_head_may_stand_beside_the_targets_embedding(tmp_path):
+    held = {name: value for name, value in tensors().items() if name != EMBEDDING}
+    config = convert.load_draft(str(write_directory(tmp_path / "draft", CONFIG, held))).config
+    assert (config.own_vocabulary, config.own_embedding) == (9, False)
+
+
+def test_a_map_of_all_tokens_must_change_nothing(tmp_path):
+    assert convert.load_draft(str(write_whole(tmp_path / "same", **WHOLE))).config.own_vocabulary == 61
+    turned = WHOLE | {"d2t": np.arange(60, -61, -2)}
+    told = refusal(convert.load_draft, write_whole(tmp_path / "turned", **turned))
+    assert "d2t, t2d: of a head that knows all tokens, in another order" in told
+
+
+def test_what_a_config_does_not_say_is_not_said_for_it(tmp_path):
+    to_hf(str(write(tmp_path / "draft")), tmp_path / "made")
+    assert "sliding_window_non_causal" not in json.loads((tmp_path / "made/config.json").read_text())
+    to_hf(str(write(tmp_path / "both", sliding_window_non_causal=True)), tmp_path / "made-both")
+    assert json.loads((tmp_path / "made-both/config.json").read_text())["sliding_window_non_causal"] is True
+
+
+def test_its_rotary_scaling_is_spelled_for_old_readers_too(tmp_path):
+    inner = CONFIG["transformer_layer_config"] | {"rope_parameters": dict(YARN)}
+    to_hf(str(write(tmp_path / "draft", transformer_layer_config=inner)), tmp_path / "made")
+    written = json.loads((tmp_path / "made/config.json").read_text())["transformer_layer_config"]
+    assert written["rope_scaling"]["rope_type"] == "yarn"
+    assert convert.load_draft(str(tmp_path / "made")).config.layers[0].rotary.theta == YARN["rope_theta"]
+
+
+@pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"speculators_model_type": "eagle3"}, "speculators_model_type: 'eagle3' is not supported; 'dflash' is"),
         ({"sample_from_anchor": True}, "sample_from_anchor: true is not supported"),
+        ({"shift_label": True}, "shift_label: true is not supported"),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids: None; a list"),
         ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids: [0, 2]; a list"),
         ({"draft_vocab_size": 62}, "draft_vocab_size: 62; a number from 1 to the vocabulary's, 61, is right"),
@@ -143,7 +204,8 @@ def test_decoding_asks_the_drafts_own_head_and_changes_no_token(known):
     own = {"embedding": target.params["embedding"], "head": target.params["head"][:, tokens]}
     if known < tiny.VOCABULARY:
         own["vocabulary"] = jnp.asarray(tokens)
-    draft = convert.LoadedDraft(dataclasses.replace(tiny.DRAFT, own_vocabulary=known), published.params | own, "tiny")
+    config = dataclasses.replace(tiny.DRAFT, own_vocabulary=known, own_embedding=True)
+    draft = convert.LoadedDraft(config, published.params | own, "tiny")
     prompts, asked = tiny.prompts(5, seed=4), SamplingConfig(max_new_tokens=40)
     theirs, ours = (Engine(target, one, max_length=192).generate(prompts, asked) for one in (published, draft))
     assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
@@ -157,6 +219,23 @@ def test_decoding_asks_the_drafts_own_head_and_changes_no_token(known):
     ]
     assert accepted
     assert set(accepted) <= set(tokens.tolist())
+
+
+def test_a_block_is_embedded_and_scored_by_the_drafts_own_matrices():
+    target, known = tiny.params(tiny.TARGET, 0), 5
+    tokens = jnp.asarray([0, 2, 5, 6, 9], jnp.int32)
+    rng = np.random.default_rng(2)
+    own = {"embedding": jnp.roll(target["embedding"], 3, 0), "vocabulary": tokens}
+    own["head"] = jnp.asarray(rng.standard_normal((tiny.SIZES["hidden_size"], known)), jnp.float32)
+    config = dataclasses.replace(tiny.DRAFT, own_vocabulary=known, own_embedding=True)
+    params = tiny.params(tiny.DRAFT, 1) | own
+    anchors, zeros = jnp.arange(tiny.VOCABULARY, dtype=jnp.int32)[:, None], jnp.zeros(tiny.VOCABULARY, jnp.int32)
+    buffers = cache.empty(config, tiny.VOCABULARY, 16, jnp.dtype("float32"))
+    block = jnp.concatenate([anchors, jnp.full((tiny.VOCABULARY, 7), tiny.MASK)], axis=1)
+    states = tiny.run(Draft(config), params, own["embedding"][block], buffers, zeros)[:, 1:]
+    models = decode.Models(tiny.TARGET, config, 8, sharding.make_mesh())
+    found = decode.propose(models, decode.Weights(target, params), anchors, buffers, zeros)
+    np.testing.assert_array_equal(found, tokens[jnp.argmax(states @ own["head"], axis=-1)])
 
 
 def _drafted(blocks: list[int]) -> list[bool]:

@@ -12,6 +12,7 @@ import pytest
 from dflash_jax import sharding
 from dflash_jax.anchors import Anchors, candidates, draw, label
 from dflash_jax.config import LayerConfig
+from dflash_jax.loss import Sums
 from dflash_jax.reading import stack
 from tests import dense, tiny
 from tests.torch_models import random_params
@@ -143,6 +144,20 @@ def test_a_loss_of_every_token_is_the_loss():
         run(TASK, weights, DRAFT_PARAMS, batch, anchors) for weights in (with_part(EVERY), TARGET_PARAMS)
     )
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6, rtol=1e-6), of_all, as_ever)
+
+
+def test_a_teacher_is_the_targets_whatever_the_draft_does_to_its_logits():
+    task = dataclasses.replace(TASK, loss="kl")
+    adjusted = dataclasses.replace(DRAFT, output_multiplier=0.5, final_logit_softcapping=2.0)
+    batch = read(task)
+    anchors = some_anchors(batch)
+    states = blocks(task, TARGET_PARAMS, DRAFT_PARAMS, batch, anchors)
+    plain, odd = (
+        step.block_slots(one, TARGET_PARAMS, batch, anchors, states)
+        for one in (task, dataclasses.replace(task, draft=adjusted))
+    )
+    np.testing.assert_array_equal(plain.teacher, odd.teacher)
+    assert not np.allclose(plain.logits, odd.logits)
 
 
 def test_what_the_loss_scores_is_nothing_to_evaluation():
@@ -284,6 +299,18 @@ def test_a_loss_that_is_not_finite_changes_no_parameter():
     broken = TARGET_PARAMS | {"embedding": TARGET_PARAMS["embedding"].at[3].set(jnp.nan)}
     state, report = train_step(TASK, broken, start(), packed(), jnp.uint32(0), NO_SIGNAL)
     assert not np.isfinite(report.sums.loss)
+    assert not report.applied
+    assert all(jax.tree.leaves(jax.tree.map(lambda one, other: bool((one == other).all()), state.params, DRAFT_PARAMS)))
+
+
+def test_gradients_that_are_not_finite_change_no_parameter(monkeypatch):
+    def burst(task, target, params, batch, anchors):
+        one, slots = jnp.ones(()), jnp.ones(T - 1)
+        return Sums(one, one, slots, slots, one, one), jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), params)
+
+    monkeypatch.setattr(step, "loss_and_gradients", burst)
+    state, report = take(start(), packed(), dataclasses.replace(TASK, steps=31))  # traced anew
+    assert np.isfinite(report.sums.loss)
     assert not report.applied
     assert all(jax.tree.leaves(jax.tree.map(lambda one, other: bool((one == other).all()), state.params, DRAFT_PARAMS)))
 

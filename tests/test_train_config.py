@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from convert import cli
-from dflash_jax.config import DraftConfig, TransformerConfig
+from dflash_jax.config import DraftConfig, LayerConfig, TransformerConfig
 from dflash_jax.errors import UserError
 from dflash_jax.presets import TARGETS
+from dflash_jax.rope import Rotary
 from training import flags, optimizer
 from training.config import DraftShape, LossConfig, OptimizerConfig, RunConfig, TrainConfig, option
 from training.initial import draft_config
@@ -232,6 +233,12 @@ def test_a_preset_s_draft_is_that_of_the_published_layout(name):
 
 def shaped(target=SMOLLM2, **shape):
     return draft_config(RunConfig("x", draft=DraftShape(**{"mask_token_id": 16} | shape)), target)
+
+
+def test_a_new_draft_turns_by_the_angles_of_layers_that_see_all():
+    layers = (LayerConfig(Rotary(1e4), window=64), LayerConfig(Rotary(1e6))) * 15
+    found = shaped(dataclasses.replace(SMOLLM2, layers=layers))
+    assert {layer.rotary.theta for layer in found.layers} == {1e6}
 
 
 def test_a_mask_outside_the_embedding_or_that_is_a_stop_is_refused():

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     target = load_target(name, args.dtype, watch=progress.show)
     draft = load_draft(args.draft, args.dtype, watch=progress.show)
     check(
-        draft.config.own_vocabulary is None,
+        draft.config.is_bare,
         f"--draft {args.draft}: it has a head of its own, and cannot be judged here; a draft that scores with the "
         "target's is right",
     )

@@ -45,8 +45,10 @@ def draft_config(config: RunConfig, target: TargetConfig) -> DraftConfig:
         "stop token is right",
     )
     sizes = {field.name: getattr(target, field.name) for field in dataclasses.fields(TransformerConfig)}
+    # Layers that slide may turn by other angles than those that see all, as the draft's do.
+    rotary = next((layer.rotary for layer in target.layers if layer.window is None), target.layers[0].rotary)
     own = {
-        "layers": (LayerConfig(target.layers[0].rotary, causal=False),) * shape.layers,
+        "layers": (LayerConfig(rotary, causal=False),) * shape.layers,
         "qk_norm": True,
         "attention_bias": False,
         "mlp_bias": False,
@@ -75,7 +77,7 @@ def initial_draft(config: RunConfig, target: LoadedTarget, mesh: Mesh) -> tuple[
         return made, params if config.init_from is None else with_layers_of(target, made, params)
     loaded = load_draft(config.init_from, "float32", place=functools.partial(sharding.place, mesh))
     check(
-        loaded.config.own_vocabulary is None,
+        loaded.config.is_bare,
         f"--init-from {config.init_from}: it has a head of its own, and cannot be trained here; a draft that scores "
         "with the target's is right",
     )

@@ -52,8 +52,11 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
         target = _load_target(config, prepared, mesh)
         grounds, state = _begin(config, prepared, target, mesh, output)
         # Twice: leaving the checkpoints waits for the other processes, too.
-        ending = together.none_left_waiting(), memory_named(TOO_MUCH)
-        with Checkpoints(output, config.checkpoint) as checkpoints, ending[0], ending[1]:
+        with (
+            Checkpoints(output, config.checkpoint) as checkpoints,
+            together.none_left_waiting(),
+            memory_named(TOO_MUCH),
+        ):
             position = None
             if checkpoints.latest is not None:
                 state, position = checkpoints.restore(state)
