@@ -25,6 +25,7 @@ ARRAY_HEADER = "/.zarray"
 FORMAT_VERSION = 2
 STATE = "state"  # where orbax puts a tree
 AT_ONCE = 2**28  # bytes, and a tensor more
+CHUNK = 2**25  # bytes
 
 
 class FlaxSource(HuggingFaceSource):
@@ -119,6 +120,8 @@ def write(
     context.array.saving.use_zarr3 = False
     # Either would hold everything a second time; and weights are noise, which compresses little.
     context.array.saving.use_compression = False
+    # A reader then holds little more than the tensor.
+    context.array.saving.storage_options.chunk_byte_size = CHUNK
     context.memory.deepcopy_host_arrays = False
     with _quiet(), context:
         try:

@@ -60,11 +60,8 @@ def write_published(
         most: bytes of a file.
 
     Raises:
-        UserError: a dtype that is not published.
         OSError: no room, or whatever else the file system objects to.
     """
-    odd = [f"{path} ({kind.name})" for path, kind in kinds.items() if kind not in FLOATS and path != names.VOCABULARY]
-    check(not odd, f"dtypes that are not published: {', '.join(odd)}; --dtype float32 or bfloat16 is right")
     write_json(directory / "config.json", hf_config)
     wanted = names.expected(config, names.published_layout(config))
     shards = Shards(directory, _stored(config, wanted, kinds), most)
@@ -109,7 +106,12 @@ def spell(
         config: of the model.
         kinds: the dtype that each parameter is written in.
         in_speculators: spell any draft in that layout.
+
+    Raises:
+        UserError: a dtype that is not published.
     """
+    odd = [f"{path} ({kind.name})" for path, kind in kinds.items() if kind not in FLOATS and path != names.VOCABULARY]
+    check(not odd, f"dtypes that are not published: {names.few(odd)}; --dtype float32 or bfloat16 is right")
     # The dtype that readers cast every tensor to: where there are several, one that holds them all.
     floats = {kind for kind in kinds.values() if kind in FLOATS}
     dtype = functools.reduce(jnp.promote_types, floats).name

@@ -73,7 +73,7 @@ def lines_of(output):
 def test_thinking_reaches_the_prompt(ask, write, output):
     ask(write({"prompt": "a"}), "--thinking")
     [answer] = lines_of(output)
-    assert pair.tokenizer().decode(answer["prompt_ids"]).endswith("<assistant\n")
+    assert pair.tokenizer().decode(answer["prompt_ids"]).endswith("<|im_start|>assistant\n")
 
 
 def test_every_user_turn_is_answered_anew(ask, write, output):
