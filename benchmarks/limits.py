@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"memory is read at {bandwidth:.1f} GB/s, large matrices are multiplied at {arithmetic:.0f} GFLOP/s")
     engine = Engine.load(str(find_demo_target()), str(DEMO_DRAFT), max_length=512)
     target, draft = engine._weights
-    rows = engine.block_size
+    rows = int(engine.block_size)
     token = _best(functools.partial(_passes, 1), target, {}) / PASSES
     block = _best(functools.partial(_passes, rows), target, draft) / PASSES
     held, drafts = _bytes(target), _bytes(draft)

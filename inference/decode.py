@@ -24,6 +24,7 @@ from dflash_jax.draft import Draft, adjust_logits
 from dflash_jax.parameters import Params
 from dflash_jax.sampling import Policy, choose, likeliest
 from dflash_jax.target import Target
+from inference.block_sizes import Acceptance, fastest, observe
 
 RUNNING, STOPPED, FULL = 0, 1, 2
 MAX_STOPS = 32
@@ -31,12 +32,16 @@ MAX_STOPS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """What the programs are compiled for. Without a draft a block is one token, and decoding is autoregressive."""
+    """What the programs are compiled for. A block of one token is plain decoding, and needs no draft.
+
+    With `sizes`, of which `block_size` is the largest, each block has the one that should bring most.
+    """
 
     target: TargetConfig
     draft: DraftConfig | None
     block_size: int
     mesh: Mesh | AbstractMesh
+    sizes: tuple[int, ...] = ()
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -67,6 +72,8 @@ class DecodeState(NamedTuple):
     stops: Int[Array, "b e"]
     policy: Policy
     emitted: Int[Array, "b s"]  # tokens of each block
+    sizes: Int[Array, "b s"]  # of each block
+    seen: Acceptance
     blocks: Int[Array, "b"]
     finish: Int[Array, "b"]
 
@@ -103,6 +110,8 @@ def empty_state(models: Models, batch: int, rows: int, dtype: jnp.dtype) -> Deco
             request=fill(0, jnp.uint32),
         ),
         emitted=fill(0, jnp.int32, rows),
+        sizes=fill(0, jnp.int32, rows),
+        seen=Acceptance(*(fill(0, jnp.float32, models.block_size - 1) for _ in Acceptance._fields)),
         blocks=fill(0, jnp.int32),
         finish=fill(FULL, jnp.int32),
     )
@@ -180,6 +189,7 @@ def admit(
         last=put(state.last, request.last),
         stops=put(state.stops, request.stops),
         policy=jax.tree.map(lambda buffer, value: put(buffer, value[0]), state.policy, request.policy),
+        seen=jax.tree.map(lambda buffer: put(buffer, jnp.zeros(buffer.shape[1])), state.seen),
         blocks=put(state.blocks, jnp.zeros((), jnp.int32)),
         finish=put(state.finish, _finish(first.stopped, first.full)[0]),
     )
@@ -187,19 +197,38 @@ def admit(
 
 
 @functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
-def decode(models: Models, weights: Weights, state: DecodeState, blocks: Int[Array, ""]) -> DecodeState:
-    """Decode up to `blocks` blocks, or until a running row ends."""
+def decode(
+    models: Models,
+    weights: Weights,
+    state: DecodeState,
+    blocks: Int[Array, ""],
+    costs: Float[Array, "c"] | None = None,
+) -> DecodeState:
+    """Decode up to `blocks` blocks, or until a running row ends. `costs` are the seconds of a block of each size."""
     running = (state.finish == RUNNING).sum()
 
     def busy(carry: tuple[Array, DecodeState]) -> Bool[Array, ""]:
         done, now = carry
         return (done < blocks) & ((now.finish == RUNNING).sum() == running) & (running > 0)
 
-    def step(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+    def step(now_models: Models, carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         done, now = carry
-        return done + 1, _spread(models, decode_block(models, weights, now))
+        return done + 1, _spread(models, decode_block(now_models, weights, now))
 
-    return jax.lax.while_loop(busy, step, (jnp.zeros((), jnp.int32), state))[1]
+    def turn(costs: Array, carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        # Loops, each as long as its size is the right one, and not a switch, which would copy the caches.
+        for place, size in enumerate(models.sizes):
+            of_size = dataclasses.replace(models, block_size=size, sizes=())
+
+            def chosen(carry: tuple[Array, DecodeState], place: int = place) -> Bool[Array, ""]:
+                now = carry[1]
+                return busy(carry) & (fastest(now.seen, now.finish == RUNNING, models.sizes, costs) == place)
+
+            carry = jax.lax.while_loop(chosen, functools.partial(step, of_size), carry)
+        return carry
+
+    body = functools.partial(step, models) if costs is None else functools.partial(turn, costs)
+    return jax.lax.while_loop(busy, body, (jnp.zeros((), jnp.int32), state))[1]
 
 
 @functools.partial(jax.jit, static_argnames="models")
@@ -225,7 +254,7 @@ def propose(
 ) -> Int[Array, "b {models.block_size-1}"]:
     """Draft a block in one pass: the anchor, then masks; slots 1 and up propose their argmax (law 4)."""
     config = models.draft
-    if config is None:
+    if config is None or models.block_size == 1:
         return anchors[:, :0]
     masked = jnp.full((anchors.shape[0], models.block_size - 1), config.mask_token_id, anchors.dtype)
     block = jnp.concatenate([anchors, masked], axis=1)
@@ -257,6 +286,8 @@ def commit(state: DecodeState, chosen: Int[Array, "b t"], count: Int[Array, "b"]
         drafted=put(state.drafted, slots[None] < count[:, None], state.lengths + 1),
         lengths=lengths,
         emitted=put(state.emitted, emitted.length[:, None], state.blocks),
+        sizes=put(state.sizes, jnp.full_like(emitted.length, chosen.shape[1])[:, None], state.blocks),
+        seen=observe(state.seen, chosen.shape[1], count, running),
         blocks=state.blocks + running,
         finish=finish,
     )

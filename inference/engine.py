@@ -10,20 +10,23 @@ import reprlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from convert import LoadedDraft, LoadedTarget, load_draft, load_target
 from dflash_jax import sharding
 from dflash_jax.attention import PIECE
-from dflash_jax.config import check_pair
+from dflash_jax.config import DraftConfig, TargetConfig, check_pair
 from dflash_jax.errors import UserError, check
 from dflash_jax.sampling import Policy
 from inference import decode
+from inference.block_sizes import candidates
 
 # A chunk's cost should be near that of reading the weights once: more rows than that only pad short prompts.
 PREFILL_CHUNK = {"cpu": 64}
@@ -32,6 +35,8 @@ PREFILL_CHUNK_ELSEWHERE = 256
 COLDEST, HOTTEST = 1e-4, 1e4
 BLOCKS_A_LOOK = 64
 BLOCKS_A_LOOK_STREAMING = 4
+# What sizes of blocks cost is measured with so much text before them, so many blocks at a time.
+MEASURED_AT, BLOCKS_MEASURED, ROUNDS = 256, 4, 3
 FINISH_REASONS = {decode.STOPPED: "stop", decode.FULL: "length"}
 
 
@@ -69,7 +74,8 @@ class Generation:
     """An answer, or as much of it as there is: `finish_reason` is None until it ends.
 
     `token_ids` holds the stop token, too. `drafted` says of each token whether it was an accepted draft.
-    `emitted_per_block` sums to one less than the tokens, since the first comes from the prefill.
+    `emitted_per_block` sums to one less than the tokens, since the first comes from the prefill; `block_sizes` are the
+    slots of those blocks.
     """
 
     token_ids: list[int]
@@ -78,6 +84,7 @@ class Generation:
     finish_reason: str | None
     prefill_seconds: float
     decode_seconds: float
+    block_sizes: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -137,11 +144,13 @@ class Engine:
         *,
         max_length: int = 2048,
         batch_size: int = 1,
-        block_size: int | None = None,
+        block_size: int | Literal["auto"] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         """Pair loaded models, and make room for `batch_size` rows of `max_length` tokens, prompt and answer together.
 
+        `block_size` is that of the draft, unless another is asked for; with "auto" each block has the size that should
+        bring most tokens a second, up to the draft's (`block_sizes.py`); what the sizes cost is measured by `warm_up`.
         `mesh` spreads them over devices, of this process or of several that all do the same; `sharding.make_mesh` makes
         one. Without it, everything lies on the default device.
 
@@ -154,7 +163,7 @@ class Engine:
             with _pair_named(target, draft):
                 check_pair(target.config, draft.config)
         self.config = target.config
-        self.block_size = _block_size(draft, block_size)
+        self.block_size: int | Literal["auto"] = _block_size(draft, block_size)
         self.max_length = min(max_length, target.config.max_positions)
         self.stop_token_ids = target.stop_token_ids
         self._mesh = mesh or sharding.make_mesh(devices=jax.local_devices())
@@ -165,7 +174,7 @@ class Engine:
             batch_size % shards == 0,
             f"batch_size: {batch_size} rows do not divide over data={shards} of the mesh; a multiple of it is right",
         )
-        self._speculative = decode.Models(target.config, draft.config if draft else None, self.block_size, self._mesh)
+        self._speculative = _speculative(target.config, draft.config if draft else None, self.block_size, self._mesh)
         self._plain = decode.Models(target.config, None, 1, self._mesh)
         self._weights = decode.Weights(
             sharding.put_params(self._mesh, target.params),
@@ -174,6 +183,7 @@ class Engine:
         self._batch_size = batch_size
         self._chunk = PREFILL_CHUNK.get(jax.default_backend(), PREFILL_CHUNK_ELSEWHERE)
         self._state: decode.DecodeState | None = None
+        self._costs: jax.Array | None = None
         self._warm: set[decode.Models] = set()
 
     @classmethod
@@ -185,7 +195,7 @@ class Engine:
         dtype: str = "float32",
         max_length: int = 2048,
         batch_size: int = 1,
-        block_size: int | None = None,
+        block_size: int | Literal["auto"] | None = None,
         mesh: Mesh | None = None,
     ) -> "Engine":
         """Load a target, and a draft where one is named, from any checkpoint that `convert` reads.
@@ -291,8 +301,12 @@ class Engine:
         if models in self._warm:
             return
         once = SamplingConfig(max_new_tokens=2)
+        if models.sizes:
+            self._costs = self._device(np.ones(len(models.sizes)), np.float32)
         for _ in self._serve(numbered([[0]]), once, speculate, BLOCKS_A_LOOK):
             pass
+        if models.sizes:
+            self._costs = self._device(self._measured(models), np.float32)
         self._warm.add(models)
 
     def held_bytes(self) -> tuple[int, int]:
@@ -316,12 +330,38 @@ class Engine:
                     state, rows[place] = self._admit(models, state, place, prompt, sampling)
             if not rows:
                 break
-            state = decode.decode(models, self._weights, state, self._device(blocks, np.int32))
+            state = self._decode(models, state, blocks, self._costs)
             for place, generation in self._look(decode.look(models, state), rows):
                 yield rows[place].index, generation
                 if generation.finish_reason:
                     del rows[place]
         self._state = state
+
+    def _decode(
+        self, models: decode.Models, state: decode.DecodeState, blocks: int, costs: jax.Array | None
+    ) -> decode.DecodeState:
+        chosen_by = costs if models.sizes else None
+        return decode.decode(models, self._weights, state, self._device(blocks, np.int32), chosen_by)
+
+    def _measured(self, models: decode.Models) -> npt.NDArray[np.float32]:
+        """Measure the seconds of a block of each size, in turns, in a row that nothing ends."""
+        length = max(1, min(MEASURED_AT, self.max_length // 2))
+        seconds = np.full((ROUNDS, len(models.sizes)), np.inf, np.float32)
+        never = self._asked(length, 0, SamplingConfig(max_new_tokens=self.max_length - length))
+        never = never._replace(stops=self._device(np.full(decode.MAX_STOPS, -1), np.int32))
+        for turn, (place, _) in itertools.product(range(ROUNDS), enumerate(models.sizes)):
+            only = np.where(np.arange(len(models.sizes)) == place, 1, np.inf)
+            costs = self._device(only, np.float32)
+            state = self._fill(models, self._state or self._empty_state(), 0, [0] * length, never)
+            self._state = None
+            before = decode.look(models, state).blocks[0].block_until_ready()
+            began = time.perf_counter()
+            state = self._decode(models, state, BLOCKS_MEASURED, costs)
+            done = decode.look(models, state).blocks[0].block_until_ready()
+            seconds[turn, place] = (time.perf_counter() - began) / max(int(done) - int(before), 1)
+            self._state = state
+        self._state = None  # a row of it still runs
+        return multihost_utils.broadcast_one_to_all(seconds.min(axis=0))
 
     def _admit(
         self,
@@ -332,19 +372,30 @@ class Engine:
         sampling: SamplingConfig,
     ) -> tuple[decode.DecodeState, _Row]:
         began = time.perf_counter()
-        length = len(prompt.tokens)
+        asked = self._asked(len(prompt.tokens), prompt.number, sampling)
+        state = self._fill(models, state, place, prompt.tokens, asked)
+        state.finish.block_until_ready()
+        now = time.perf_counter()
+        return state, _Row(prompt.index, len(prompt.tokens), now - began, now)
+
+    def _fill(
+        self,
+        models: decode.Models,
+        state: decode.DecodeState,
+        place: int,
+        tokens: Sequence[int],
+        asked: decode.Request,
+    ) -> decode.DecodeState:
+        """Read a prompt into a row, and start its answer."""
+        length = len(tokens)
         padded = np.zeros((1, -(-length // self._chunk) * self._chunk), np.int32)
-        padded[0, :length] = prompt.tokens
+        padded[0, :length] = tokens
         row, end = self._device(place, np.int32), self._device(length - 1, np.int32)
         for start in range(0, length, self._chunk):
             chunk = self._device(padded[:, start : start + self._chunk], np.int32)
             at = self._device(start, np.int32)
             state, hidden = decode.prefill(models, self._weights, state, row, chunk, at, end)
-        asked = self._asked(length, prompt.number, sampling)
-        state = decode.admit(models, self._weights, state, row, hidden, asked)
-        state.finish.block_until_ready()
-        now = time.perf_counter()
-        return state, _Row(prompt.index, length, now - began, now)
+        return decode.admit(models, self._weights, state, row, hidden, asked)
 
     def _asked(self, prompt_length: int, number: int, sampling: SamplingConfig) -> decode.Request:
         stops = np.full(decode.MAX_STOPS, -1, np.int32)
@@ -376,6 +427,7 @@ class Engine:
                 finish_reason=FINISH_REASONS.get(int(seen.finish[place])),
                 prefill_seconds=row.prefill_seconds,
                 decode_seconds=now - row.began,
+                block_sizes=seen.sizes[place, : seen.blocks[place]].tolist(),
             )
             found.append((place, generation))
         return found
@@ -386,7 +438,7 @@ class Engine:
 
     def _empty_state(self) -> decode.DecodeState:
         # A block, or a whole chunk, may be written at the last position (law 9).
-        rows = self.max_length + max(self.block_size, self._chunk)
+        rows = self.max_length + max(self._speculative.block_size, self._chunk)
         rows = -(-rows // PIECE) * PIECE  # attention reads whole pieces
         dtype = jax.tree.leaves(self._weights.target)[0].dtype
         return decode.empty_state(self._speculative, self._batch_size, rows, jnp.dtype(dtype))
@@ -407,10 +459,20 @@ def _bytes(tree: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _block_size(draft: LoadedDraft | None, asked: int | None) -> int:
+def _speculative(
+    target: TargetConfig, draft: DraftConfig | None, block_size: int | Literal["auto"], mesh: Mesh
+) -> decode.Models:
+    if block_size == "auto" and draft is not None:
+        return decode.Models(target, draft, draft.block_size, mesh, candidates(draft.block_size))
+    return decode.Models(target, draft, int(block_size), mesh)
+
+
+def _block_size(draft: LoadedDraft | None, asked: int | Literal["auto"] | None) -> int | Literal["auto"]:
     if draft is None:
         check(asked in (None, 1), f"block_size: {asked} needs a draft; without one a block is one token")
         return 1
+    if asked == "auto":
+        return asked
     size = draft.config.block_size if asked is None else asked
     if size < 2:
         raise UserError(f"block_size: {size}; 2 or more is right with a draft")

@@ -178,9 +178,9 @@ def _parser() -> cli.Parser:
     )
     models.add_argument(
         "--block-size",
-        type=whole(2),
+        type=lambda text: text if text == "auto" else whole(2)(text),
         metavar="B",
-        help="tokens that a pass of the target checks (default: the draft's)",
+        help="tokens that a pass of the target checks, or auto, which follows the text (default: the draft's)",
     )
     models.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default: %(default)s)")
     models.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="answers at a time (default: 1)")
@@ -351,7 +351,7 @@ def _mesh(args: argparse.Namespace) -> Mesh:
 
 
 def _engine(args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh) -> Engine:
-    size = args.block_size or 1
+    size = args.block_size if isinstance(args.block_size, int) else 1
     check(size <= args.max_length, f"--block-size: {size}; up to --max-length, {args.max_length}, is right")
 
     def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:

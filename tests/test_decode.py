@@ -205,12 +205,13 @@ def law_of_three_tokens(engine, prompt):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("speculate", [True, False])
-def test_the_compiled_loop_updates_caches_in_place(batch, speculate):
-    engine = tiny.engine(max_length=448, batch_size=batch)
+@pytest.mark.parametrize(("speculate", "block_size"), [(True, None), (False, None), (True, "auto")])
+def test_the_compiled_loop_updates_caches_in_place(batch, speculate, block_size):
+    engine = tiny.engine(max_length=448, batch_size=batch, block_size=block_size)
     state = engine._empty_state()
     models = engine._models(speculate)
-    compiled: Any = decode.decode.lower(models, engine._weights, state, jnp.asarray(4, jnp.int32)).compile()
+    costs = jnp.ones(len(models.sizes)) if models.sizes else None
+    compiled: Any = decode.decode.lower(models, engine._weights, state, jnp.asarray(4, jnp.int32), costs).compile()
     buffers = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert compiled.memory_analysis().alias_size_in_bytes >= buffers
     shapes = collections.Counter(re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled.as_text()))
@@ -221,9 +222,10 @@ def test_the_compiled_loop_updates_caches_in_place(batch, speculate):
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_the_programs_lower_for_accelerators(platform):
-    engine = tiny.engine(batch_size=2)
+    engine, auto = tiny.engine(batch_size=2), tiny.engine(batch_size=2, block_size="auto")
     state, count = engine._empty_state(), jnp.asarray(4, jnp.int32)
-    for speculate in (True, False):
-        program = functools.partial(decode.decode, engine._models(speculate))
-        exported = jax.export.export(jax.jit(program), platforms=[platform])(engine._weights, state, count)
+    for models in (engine._speculative, engine._plain, auto._speculative):
+        program = functools.partial(decode.decode, models)
+        costs = (jnp.ones(len(models.sizes)),) if models.sizes else ()
+        exported = jax.export.export(jax.jit(program), platforms=[platform])(engine._weights, state, count, *costs)
         assert exported.platforms == (platform,)

@@ -95,6 +95,34 @@ def test_the_block_size_changes_no_token(long_answer, block_size):
     assert answer.token_ids == long_answer
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_sizes_that_follow_the_text_change_no_token(engine, batch_size):
+    auto = tiny.engine(block_size="auto", batch_size=batch_size)
+    auto.warm_up()
+    assert np.shape(auto._costs) == (4,)
+    auto._costs = jnp.asarray([1.0, 1.1, 1.2, 1.4])  # as measured elsewhere, and the same in every run
+    prompts = tiny.prompts(12)
+    used: set[int] = set()
+    for sampling in (SamplingConfig(30), SamplingConfig(30, temperature=1.0, seed=3)):
+        found, fixed = auto.generate(prompts, sampling), engine.generate(prompts, sampling)
+        assert [one.token_ids for one in found] == [one.token_ids for one in fixed]
+        for one in found:
+            assert sum(one.emitted_per_block) == len(one.token_ids) - 1
+            assert all(1 <= n <= size for n, size in zip(one.emitted_per_block, one.block_sizes, strict=True))
+            used |= set(one.block_sizes)
+    assert len(used) > 1
+    assert used <= {1, 2, 4, 8}
+
+
+def test_a_size_that_costs_too_much_is_not_used():
+    auto = tiny.engine(block_size="auto")
+    auto.warm_up()
+    for size, place in ((1, 0), (4, 2), (8, 3)):
+        auto._costs = jnp.full(4, jnp.inf).at[place].set(1.0)
+        [answer] = auto.generate([PROMPT], SamplingConfig(30))
+        assert set(answer.block_sizes) == {size}
+
+
 @pytest.mark.parametrize("speculate", [True, False])
 def test_the_cap_is_met_exactly(engine, long_answer, speculate):
     for cap in range(1, 34):
@@ -348,9 +376,9 @@ def test_a_thousand_requests_leave_nothing_in_memory(four):
     assert resident[1000] < 1.02 * resident[100]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_nothing_compiles_after_the_warm_up(batch_size):
-    engine = tiny.engine(batch_size=batch_size)
+@pytest.mark.parametrize(("batch_size", "block_size"), [(1, None), (4, None), (4, "auto")])
+def test_nothing_compiles_after_the_warm_up(batch_size, block_size):
+    engine = tiny.engine(batch_size=batch_size, block_size=block_size)
     for speculate in (True, False):
         engine.warm_up(speculate)
     compiled = []

@@ -328,6 +328,8 @@ def test_thinking_that_the_template_does_not_know_is_remarked(tmp_path, capsys):
 def test_other_dtypes_and_block_sizes_are_used_and_recorded(answers, draft):
     (answer,) = answers("--prompt", "hi", "--draft", draft, "--dtype", "bfloat16", "--block-size", 3)
     assert (answer["text"], answer["dtype"], answer["block_size"]) == (pair.ANSWER, "bfloat16", 3)
+    (answer,) = answers("--prompt", "hi", "--draft", draft, "--block-size", "auto")
+    assert (answer["text"], answer["block_size"]) == (pair.ANSWER, "auto")
 
 
 def test_ids_can_be_answered_without_a_tokenizer(tmp_path, capsys, write):
