@@ -82,7 +82,12 @@ def _laid_out(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> np.n
     by_data = math.gcd(data, slices)
     by_fsdp = slices // by_data
     check(
-        fsdp % by_fsdp == 0 and len(set(sizes.values())) == 1,
+        len(set(sizes.values())) == 1,
+        f"mesh: {len(devices)} devices are {', '.join(map(str, sizes.values()))} of {slices} slices of TPUs, or nodes "
+        "of GPUs; sizes that take as many of each are right",
+    )
+    check(
+        fsdp % by_fsdp == 0,
         f"mesh: data={data}, fsdp={fsdp} over {slices} slices of TPUs, or nodes of GPUs; a multiple of {slices} for "
         "data, or for both together, is right",
     )

@@ -19,7 +19,7 @@ def check_run(config: RunConfig, target: TargetConfig, mesh: Mesh | AbstractMesh
     check(
         config.train.batch_size % groups == 0,
         f"--train.batch-size: {config.train.batch_size} rows do not divide over --mesh.data times --mesh.fsdp, "
-        f"{groups}; a multiple of it is right",
+        f"{groups}; a multiple of it, or more of --mesh.tensor in their place, is right",
     )
     with about("--mesh.fsdp, --mesh.tensor"):
         sharding.check_mesh(mesh, target)
