@@ -60,7 +60,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
     check(
         needed <= len(there),
         f"mesh: {', '.join(f'{name}={size}' for name, size in sizes.items())} takes {needed} devices; "
-        f"{len(there)} are there",
+        f"{len(there)} are there; sizes that make as many, or leaving them out, is right",
     )
     idle = {device.process_index for device in there} - {device.process_index for device in there[:needed]}
     check(

@@ -22,6 +22,7 @@ from training.presets import PRESETS
     [
         ("v5e-1", 1, "1x1"),
         ("v5e-8", 8, "2x4"),
+        ("v5litepod-16", 16, "4x4"),
         ("v5e-16", 16, "4x4"),
         ("v6e-8", 8, "2x4"),
         ("v6e-256", 256, "16x16"),

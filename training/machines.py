@@ -65,9 +65,12 @@ class Machine:
 def find(name: str) -> Machine:
     """Return a machine by its vendor's name: v5e-16 and v6e-8 count chips, v5p-64 cores, h100-8 GPUs.
 
+    Google Cloud says v5litepod for v5e, too.
+
     Raises:
         UserError: no such machine.
     """
+    name = re.sub(r"^v5litepod-", "v5e-", name)
     named = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]{0,5})", name)
     if named is None or named[1] not in CHIPS:
         raise UserError(f"--plan: {name!r} is not known; one of {', '.join(f'{kind}-N' for kind in CHIPS)} is right")
