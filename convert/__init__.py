@@ -1,5 +1,13 @@
 """Checkpoints of every format, in and out: the one place that reads and writes them."""
 
+import signal
+import sys
+
+# While the modules of a command are imported, which `python -m` begins like this, a Ctrl-C just ends it: raised in the
+# middle of an import it would be a traceback, or be lost. `cli.run` takes over.
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from convert.load import LoadedDraft, LoadedTarget, load_draft, load_target, load_tokenizer
 
 __all__ = ["LoadedDraft", "LoadedTarget", "load_draft", "load_target", "load_tokenizer"]

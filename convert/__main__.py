@@ -14,6 +14,7 @@ from convert.conversion import read_size
 from convert.inspection import inspect
 from convert.to_flax import to_flax
 from convert.to_hf import to_hf
+from dflash_jax.errors import check
 
 SOURCE = "Flax checkpoint, Hugging Face directory, .gguf file or hub id (owner/name)"
 EXAMPLE = """example:
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.command == "inspect":
         _print(inspect(options.path, options.target), as_json=options.json)
         return
+    check(bool(options.destination), "DST: empty; a directory that is not there yet is right")
     write = to_flax
     if options.command == "to-hf":
         write = functools.partial(to_hf, most=read_size(options.max_shard_size))

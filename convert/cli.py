@@ -27,14 +27,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the parser's complaint as a `UserError`, which `run` prints."""
         unknown = re.match(r"unrecognized arguments: (--[\w.-]+)", message)
-        near = difflib.get_close_matches(unknown[1], self._flags(), n=1) if unknown else []
+        near = difflib.get_close_matches(unknown[1], self._flags() - {unknown[1]}, n=1) if unknown else []
         hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` shows what is right"
         raise UserError(f"{message}; {hint}")
 
-    def _flags(self) -> list[str]:
+    def _flags(self) -> set[str]:
         commands = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         parsers = [self, *(parser for choices in commands for parser in choices.values())]
-        return [flag for parser in parsers for flag in parser._option_string_actions]
+        return {flag for parser in parsers for flag in parser._option_string_actions}
 
 
 def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
@@ -44,6 +44,8 @@ def run(main: Callable[[Sequence[str]], None]) -> NoReturn:
     An interrupt, a termination and a closed pipe end the process with the status a shell gives them, 128 + signal.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _silence_libraries()
     if sys.stderr is None:  # closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process runs

@@ -22,7 +22,7 @@ from dflash_jax.errors import UserError, check, memory_named
 
 OTHERWISE = "is not what was read; a disk that keeps what it gets is right"
 TOO_LARGE = "one of its tensors is larger than the memory that there is; a machine with more is right"
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def read_size(text: str) -> int:
     Raises:
         UserError: anything else.
     """
-    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?)\s?([A-Za-z]*)", text)
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?)\s?([A-Za-z]+)", text)
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or not float(found[1]):
         raise UserError(f"--max-shard-size {text}: not a size; a number and KB, MB or GB, as in 5GB, is right")

@@ -68,7 +68,8 @@ def new_directory(destination: Path) -> Iterator[Path]:
     Raises:
         UserError: the destination is there already, or its parent is not.
     """
-    check(not os.path.lexists(destination), f"{destination}: is there already; a path that is not is right")
+    told = f"{destination}: is there already; another path, or removing it, is right"
+    check(not os.path.lexists(destination), told)
     parent = destination.absolute().parent
     # Not by the process's number: in containers it is the same again, and one that was killed leaves its own behind.
     partial = parent / f".{destination.name}.{secrets.token_hex(4)}.partial"

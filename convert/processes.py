@@ -82,11 +82,13 @@ def _proxies() -> str:
 
 def _told() -> _Others | None:
     address = os.environ.get(ADDRESS)
+    launched = any(os.environ.get(launcher) for launcher in LAUNCHERS)
     if not address:
+        alone = [name for name in (COUNT, INDEX) if os.environ.get(name)]
+        check(not alone or launched, f"{ADDRESS}: not set; {', '.join(alone)} needs it beside it")
         return None
     check(bool(re.fullmatch(r".+:\d+", address)), f"{ADDRESS}: {address!r}; host:port of the first process is right")
     # A launcher that jax knows may say the rest in its own way.
-    launched = any(os.environ.get(launcher) for launcher in LAUNCHERS)
     count, index = (None if launched and name not in os.environ else _number(name, ADDRESS) for name in (COUNT, INDEX))
     if count is not None and index is not None:
         check(0 <= index < count, f"{INDEX}: {index} of {COUNT} {count}; 0 to {count - 1} is right")

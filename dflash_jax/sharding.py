@@ -60,7 +60,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
     check(
         needed <= len(there),
         f"mesh: {', '.join(f'{name}={size}' for name, size in sizes.items())} takes {needed} devices; "
-        f"{len(there)} are there",
+        f"{len(there)} are there; sizes that make as many, or leaving them out, is right",
     )
     idle = {device.process_index for device in there} - {device.process_index for device in there[:needed]}
     check(
@@ -82,7 +82,12 @@ def _laid_out(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> np.n
     by_data = math.gcd(data, slices)
     by_fsdp = slices // by_data
     check(
-        fsdp % by_fsdp == 0 and len(set(sizes.values())) == 1,
+        len(set(sizes.values())) == 1,
+        f"mesh: {len(devices)} devices are {', '.join(map(str, sizes.values()))} of {slices} slices of TPUs, or nodes "
+        "of GPUs; sizes that take as many of each are right",
+    )
+    check(
+        fsdp % by_fsdp == 0,
         f"mesh: data={data}, fsdp={fsdp} over {slices} slices of TPUs, or nodes of GPUs; a multiple of {slices} for "
         "data, or for both together, is right",
     )

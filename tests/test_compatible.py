@@ -12,7 +12,7 @@ from training import compatible
 @pytest.mark.parametrize(
     ("mesh", "changes", "told"),
     [
-        ((2, 2, 1), {"train__batch_size": 6}, "--train.batch-size: 6 rows do not divide over --mesh.data times"),
+        ((2, 2, 1), {"train__batch_size": 6}, "--train.batch-size: 6 rows do not divide over 4 groups"),
         ((1, 3, 1), {"train__batch_size": 6}, "--mesh.fsdp, --mesh.tensor: mesh: fsdp=3 does not divide 16 hidden"),
         ((1, 1, 4), {}, "--mesh.fsdp, --mesh.tensor: mesh: tensor=4 does not divide 2 key-value heads"),
         ((1, 1, 1), {"train__length": 1000}, "--train.length: 1000; the target ends at"),

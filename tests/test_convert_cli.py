@@ -162,9 +162,11 @@ def test_inspecting_a_pair_says_whether_it_fits(target, tmp_path, capsys):
         (["inspect", "draft", "--target", "none"], "none: no such file or directory"),
         (["inspect", "target", "--target", "target"], "--target: it is for drafts, and this is a target"),
         (["to-hf", "draft", "made", "--max-shard-size", "big"], "--max-shard-size big: not a size; a number and KB"),
+        (["to-hf", "draft", ""], "DST: empty; a directory"),
+        (["to-hf", "draft", "made", "--max-shard-size", "10"], "--max-shard-size 10: not a size; a number and KB"),
         (["to-hf", "draft", "made", "--max-shard-size", "0GB"], "--max-shard-size 0GB: not a size"),
         (["to-hf", "draft", "made", "--max-shard-size", "5PB"], "--max-shard-size 5PB: not a size"),
-        (["to-flax", "draft", "made", "--max-shard-size", "5GB"], "unrecognized arguments: --max-shard-size"),
+        (["to-flax", "draft", "made", "--max-shard-size", "5GB"], "unrecognized arguments: --max-shard-size 5GB; `"),
     ],
 )
 def test_what_is_wrong_with_a_pair_or_a_size_is_named(target, tmp_path, monkeypatch, arguments, message):
@@ -176,7 +178,7 @@ def test_what_is_wrong_with_a_pair_or_a_size_is_named(target, tmp_path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500MiB", 500 * 2**20), ("1.5 kb", 1500), ("7", 7)])
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500MiB", 500 * 2**20), ("1.5 kb", 1500)])
 def test_sizes_are_read_as_transformers_reads_them(text, size):
     assert read_size(text) == size
 
@@ -212,6 +214,19 @@ def test_a_closed_pipe_and_an_interrupt_end_without_a_traceback():
     for number in (signal.SIGINT, signal.SIGTERM):
         interrupted = run(code=f"import os; from convert.cli import run; run(lambda _: os.kill(os.getpid(), {number}))")
         assert (interrupted.returncode, interrupted.stderr) == (128 + number, "")
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6])
+@pytest.mark.parametrize("module", ["convert", "inference.generate", "training.run"])
+def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(module, seconds):
+    with subprocess.Popen(
+        [sys.executable, "-m", module, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as one:
+        time.sleep(seconds)
+        one.send_signal(signal.SIGINT)
+        _, told = one.communicate()
+    assert one.returncode in (-signal.SIGINT, 128 + signal.SIGINT, 0)  # 0: it was done already
+    assert told == b""
 
 
 def test_streams_that_are_full_closed_or_of_few_characters_end_without_a_traceback():

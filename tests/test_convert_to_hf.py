@@ -287,7 +287,7 @@ def test_a_flax_checkpoint_is_not_written_into(draft, tmp_path):
     ("arguments", "message"),
     [
         (["none", "made"], "none: no such file or directory, and not a hub id"),
-        (["draft", "draft"], "draft: is there already; a path that is not is right"),
+        (["draft", "draft"], "draft: is there already; another path, or removing it, is right"),
         (["draft", "no/made"], "no: no such directory; one that is there is right"),
         (["draft", "made", "--dtype", "float16"], "--dtype float16: not supported; keep, float32 or bfloat16 is"),
         (["empty", "made"], "empty: no config.json in it"),

@@ -22,10 +22,10 @@ from training.presets import PRESETS
     [
         ("v5e-1", 1, "1x1"),
         ("v5e-8", 8, "2x4"),
+        ("v5litepod-16", 16, "4x4"),
         ("v5e-16", 16, "4x4"),
         ("v6e-8", 8, "2x4"),
         ("v6e-256", 256, "16x16"),
-        ("v4-8", 4, "2x2x1"),
         ("v5p-8", 4, "2x2x1"),
         ("v5p-16", 8, "2x2x2"),
         ("v5p-64", 32, "2x4x4"),
@@ -190,16 +190,25 @@ def test_the_step_of_a_run_is_compiled_from_shapes(cached):
     json.dumps(found)
 
 
+def test_a_product_of_groups_multiplies_each_row_once():
+    rows, experts = jnp.ones((6, 4)), jnp.ones((3, 4, 5))
+    grouped = jax.make_jaxpr(jax.lax.ragged_dot)(rows, experts, jnp.asarray([1, 2, 3], jnp.int32))
+    assert products.flops(grouped.jaxpr, 1) == 2 * 6 * 4 * 5
+
+
 def test_exchanges_are_counted_in_a_programs_text():
     text = """
   %a = bf16[8,4]{1,0} all-gather(%x), dimensions={0}
   %b = (f32[2]{0}, f32[16]{0:T(128)}) all-gather-start(%y), dimensions={0}
   %c = f32[16]{0} all-gather-done(%b)
   %d = f32[] all-reduce(%z), to_apply=%add
+  %e = (f32[8]{0}, f32[8]{0}) all-to-all(%z, %x), dimensions={0}
+  %f = (f32[2]{0}, f32[2]{0}, f32[2]{0}, f32[2]{0}, f32[2]{0}, /*index=5*/f32[6]{0}) all-reduce(%p, %q), to_apply=%add
 """
     assert compile_elsewhere._exchanges(text) == {
         "all-gather": {"count": 2, "bytes": 64 + 64},
-        "all-reduce": {"count": 1, "bytes": 4},
+        "all-reduce": {"count": 2, "bytes": 4 + 64},
+        "all-to-all": {"count": 1, "bytes": 64},
     }
 
 

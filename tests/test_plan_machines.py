@@ -1,6 +1,7 @@
 """Plans of published sizes, with the compilers of TPUs and GPUs; some minutes each."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,22 @@ import pytest
 from dflash_jax.errors import UserError
 from training import machines, plan
 
+# As a user's; the tests' own flags are for a quick compiler of CPUs.
+ELSEWHERE = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["v5e-1", "v5e-2", "v5e-4", "v5p-8", "v5p-16", "v6e-1", "v6e-8", "h100-1", "h100-8"])
+def test_a_machine_has_as_many_devices_as_its_name_says(name):
+    try:
+        plan.check_packages(machines.find(name))
+    except UserError as missing:
+        pytest.skip(str(missing))
+    code = (
+        "import sys; from training import compile_elsewhere, machines; machine = machines.find(sys.argv[1]); "
+        "assert len(compile_elsewhere.devices_of(machine)) == machine.chips"
+    )
+    subprocess.run([sys.executable, "-c", code, name], env=ELSEWHERE, check=True)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +42,7 @@ def test_a_plan_of_a_published_size_fits(preset, name, more):
     except UserError as missing:
         pytest.skip(str(missing))
     command = [sys.executable, "-m", "training.run", preset, "--plan", name, "--json", *more]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=ELSEWHERE).stdout)
     assert found["fits"]
     assert 0 < found["needed_bytes_per_chip"] < found["hbm_bytes_per_chip"]
     assert found["mesh"]["fsdp"] == found["chips"]

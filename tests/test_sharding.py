@@ -62,7 +62,7 @@ def test_all_axes_are_there():
     ("sizes", "reason"),
     [
         ({"data": 0}, "mesh: data=0; 1 or more"),
-        ({"data": 2, "tensor": 400}, "mesh: data=2, fsdp=1, tensor=400 takes 800 devices; 1 are there"),
+        ({"data": 2, "tensor": 400}, "mesh: data=2, fsdp=1, tensor=400 takes 800 devices; 1 are there; sizes"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(sizes, reason):

@@ -18,8 +18,8 @@ def check_run(config: RunConfig, target: TargetConfig, mesh: Mesh | AbstractMesh
     groups = sharding.row_groups(mesh)
     check(
         config.train.batch_size % groups == 0,
-        f"--train.batch-size: {config.train.batch_size} rows do not divide over --mesh.data times --mesh.fsdp, "
-        f"{groups}; a multiple of it is right",
+        f"--train.batch-size: {config.train.batch_size} rows do not divide over {groups} groups of devices, "
+        f"--mesh.data times --mesh.fsdp; a multiple of {groups}, or more of --mesh.tensor in their place, is right",
     )
     with about("--mesh.fsdp, --mesh.tensor"):
         sharding.check_mesh(mesh, target)

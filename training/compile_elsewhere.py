@@ -53,8 +53,10 @@ def main() -> None:
 def devices_of(machine: machines.Machine) -> list[Any]:
     """Return descriptions of a machine's devices."""
     if machine.chip.platform == machines.TPU:
-        name = f"{machine.kind}:{machine.topology}"
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        name, sides = f"{machine.kind}:{machine.topology}", [int(side) for side in machine.topology.split("x")]
+        # A host has four chips or eight, unless there are fewer in all.
+        few = {"chips_per_host_bounds": (*sides, 1)} if machine.chips < 4 else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **few).devices
     described = topologies.get_topology_desc(
         platform="cuda",
         topology_name=machine.kind,
@@ -176,14 +178,16 @@ def _held(tree: Any) -> int:
 def _exchanges(text: str) -> dict[str, dict[str, int]]:
     """Count a program's exchanges between chips, each where it stands in the text, and the bytes that a chip gets."""
     found: dict[str, dict[str, int]] = {}
-    for shapes, kind in re.findall(rf"= (\S+(?: [^=]*?)?) ({EXCHANGES})(?:-start)?\(", text):
+    plain = re.sub(r"/\*.*?\*/", "", text)  # as /*index=5*/ in long tuples
+    for shapes, kind, start in re.findall(rf"= (\S+(?: [^=]*?)?) ({EXCHANGES})(-start)?\(", plain):
         sizes = [
             WIDTHS.get(width, 4) * math.prod(int(size) for size in shape.split(",") if size)
             for width, shape in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shapes)
         ]
         entry = found.setdefault(kind, {"count": 0, "bytes": 0})
         entry["count"] += 1
-        entry["bytes"] += max(sizes, default=0)
+        # Several that go together are a tuple; one that is only started is a tuple of what goes out and what comes in.
+        entry["bytes"] += max(sizes, default=0) if start else sum(sizes)
     return found
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,14 +18,14 @@ from jax.sharding import NamedSharding
 from convert import processes
 from convert.progress import tell
 from dflash_jax import sharding
-from dflash_jax.anchors import candidates, draw
+from dflash_jax.anchors import Anchors, candidates, draw
 from dflash_jax.errors import UserError
 from dflash_jax.parameters import Params
 from training import data
 from training.checkpoints import Checkpoints
 from training.config import RunConfig
 from training.data import Drawn, PackedRows
-from training.evaluation import judge
+from training.evaluation import Judged, judge
 from training.metrics import Log, ratios
 from training.step import Batch, Report, Task, TrainState, train_step
 
@@ -58,6 +58,7 @@ class Loop:
         self._reports: list[Report] = []  # since the last line of metrics
         self._tokens = 0
         self._since = 0.0
+        self._judge: Callable[..., Judged]
 
     def run(self, state: TrainState, position: dict[str, Any] | None) -> TrainState:
         """Take the steps that are left from a state and a position in the data; return the last state, which is saved.
@@ -76,6 +77,8 @@ class Loop:
         seed = sharding.put(task.mesh, sharding.WHOLE, np.uint32(config.seed))
         example = data.in_order(self._grounds.rows, 0, config.train.batch_size, task.mesh)
         take = train_step.lower(task, target, state, *self._inputs(example, seed)).compile()
+        if len(self._grounds.held_out):  # now, and not between a step and its checkpoint
+            self._judge = judge.lower(task, target, state.params, *self._held_out(0)).compile()
         self._since = time.perf_counter()
         with self._logging(first) as log, self._noticing_signals():
             for step in range(first + 1, task.steps + 1):
@@ -171,13 +174,17 @@ class Loop:
 
     def _evaluate(self, params: Params) -> dict[str, Any]:
         """Judge the draft on the held-out rows, at the same anchors each time."""
-        rows, task, size = self._grounds.held_out, self._grounds.task, self._grounds.config.train.batch_size
+        rows, size = self._grounds.held_out, self._grounds.config.train.batch_size
         found = []
         for first in range(0, len(rows), size):
-            batch = data.on_devices(data.in_order(rows, first, size, task.mesh), task.mesh)
-            anchors = draw(jax.random.key(first), candidates(batch.supervised, batch.starts), task.anchors)
-            found.append(jax.device_get(judge(task, self._grounds.target, params, batch, anchors).sums))
+            found.append(jax.device_get(self._judge(self._grounds.target, params, *self._held_out(first)).sums))
         return ratios(found)
+
+    def _held_out(self, first: int) -> tuple[Batch, Anchors]:
+        """Return a batch of held-out rows, and anchors in them."""
+        rows, task, size = self._grounds.held_out, self._grounds.task, self._grounds.config.train.batch_size
+        batch = data.on_devices(data.in_order(rows, first, size, task.mesh), task.mesh)
+        return batch, draw(jax.random.key(first), candidates(batch.supervised, batch.starts), task.anchors)
 
     @contextlib.contextmanager
     def _noticing_signals(self) -> Iterator[None]:

@@ -29,7 +29,6 @@ class Chip:
 
 # Memory and peaks as the vendors publish them.
 CHIPS = {
-    "v4": Chip(TPU, 32 * GIB, 275e12, cores=2, dimensions=3, most=4096),
     "v5e": Chip(TPU, 16 * GIB, 197e12, dimensions=2, most=256),
     "v5p": Chip(TPU, 95 * GIB, 459e12, cores=2, dimensions=3, most=8960),
     "v6e": Chip(TPU, 32 * GIB, 918e12, dimensions=2, most=256),
@@ -64,11 +63,14 @@ class Machine:
 
 
 def find(name: str) -> Machine:
-    """Return a machine by its vendor's name: v5e-16 and v6e-8 count chips, v4-8 and v5p-64 cores, h100-8 GPUs.
+    """Return a machine by its vendor's name: v5e-16 and v6e-8 count chips, v5p-64 cores, h100-8 GPUs.
+
+    Google Cloud says v5litepod for v5e, too.
 
     Raises:
         UserError: no such machine.
     """
+    name = re.sub(r"^v5litepod-", "v5e-", name)
     named = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]{0,5})", name)
     if named is None or named[1] not in CHIPS:
         raise UserError(f"--plan: {name!r} is not known; one of {', '.join(f'{kind}-N' for kind in CHIPS)} is right")

@@ -1,11 +1,17 @@
 """How many floating-point operations a program's products are, loops included; compilers count a loop's body once."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.extend import core
+
+# A product of groups multiplies every row once, by the matrix of its group.
+DIMENSIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "dot_general": lambda params: params["dimension_numbers"],
+    "ragged_dot_general": lambda params: params["ragged_dot_dimension_numbers"].dot_dimension_numbers,
+}
 
 
 def flops(jaxpr: Any, turns: float) -> float:
@@ -20,8 +26,8 @@ def flops(jaxpr: Any, turns: float) -> float:
 
 def _of(equation: Any, turns: float) -> float:
     name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
+    if name in DIMENSIONS:
+        (contracted, _), _ = DIMENSIONS[name](params)
         shape = equation.invars[0].aval.shape
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[axis] for axis in contracted)
     inner = [flops(jaxpr, turns) for jaxpr in _inner(params)]

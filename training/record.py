@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from convert import processes
 from convert.files import about, locked, new_file, read_json, write_json
 from convert.sources import Source
+from convert.weights import Place
 from dflash_jax.errors import UserError, check
 from training.config import RunConfig
 from training.prepared import Prepared, tokenizer_hash
@@ -136,6 +138,28 @@ def check_same(what: Any) -> None:
         _agreed(json.dumps(what, sort_keys=True).encode()),
         "this process has other settings, another target or other data than the first one; the same for all is right",
     )
+
+
+@contextlib.contextmanager
+def read_alike(place: Place) -> Iterator[Place]:
+    """Give a `place` that notes each tensor before it is split over devices, and in the end compare with the others.
+
+    Where processes read different weights, each would put its own on its devices, and none would notice.
+
+    Raises:
+        UserError: in a process that read something else than the first one.
+    """
+    if jax.process_count() == 1:
+        yield place
+        return
+    noted: dict[str, int] = {}
+
+    def noting(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
+        noted["/".join(path)] = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return place(path, array)
+
+    yield noting
+    check_same(noted)
 
 
 def wait_for(file: Path, told: str) -> None:

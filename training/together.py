@@ -1,6 +1,7 @@
 """What the processes of one run do together: the first one writes, the others wait, and where it fails all end."""
 
 import contextlib
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from dflash_jax.errors import NotNowError, UserError
 
 # The first process's end is at once that of all others, which may have something to say.
 SECONDS_TO_SPEAK = 2
+# What exchanging with a process that is gone runs into; any other fault of a device or a compiler would come again.
+PASSING = r"unavailable|deadline|aborted|cancelled|gloo|nccl|connection|peer|heartbeat|coordination"
 
 
 def by_first(do: Callable[[], Any]) -> None:
@@ -67,10 +70,10 @@ def none_left_waiting() -> Iterator[None]:
 
 
 def _tell(error: Exception) -> int:
-    """Say what went wrong, and return the status that it has. What exchanging runs into is mostly another's end."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    """Say what went wrong, and return the status that it has. What exchanging runs into is another's end."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and re.search(PASSING, str(error), re.IGNORECASE):
         first = str(error).splitlines()[0][:200]
-        error = NotNowError(f"another process of the run is gone, or a device failed ({first}); its log says why")
+        error = NotNowError(f"another process of the run is gone ({first}); its log says why")
     if isinstance(error, UserError):
         cli.tell_fault(error)
         return error.status

@@ -107,8 +107,8 @@ def _load_target(config: RunConfig, prepared: Prepared, mesh: Mesh) -> LoadedTar
     record.check_same([record.settings(config), prepared.manifest["data_hash"], described.to_hf()])
     compatible.check_run(config, described, mesh)
     record.check_tokenizer(prepared, source)
-    place = functools.partial(sharding.place, mesh)
-    return load_target(name, config.train.dtype, place=place, watch=progress.show)
+    with record.read_alike(functools.partial(sharding.place, mesh)) as place:
+        return load_target(name, config.train.dtype, place=place, watch=progress.show)
 
 
 def _begin(
