@@ -34,7 +34,7 @@ from inference.generate import (
     load_models,
     whole,
 )
-from inference.measure import Asking, Measured, measure
+from inference.measure import Asking, Measured, check_questions, measure
 from inference.parts import part_seconds
 from inference.prompts import has_thinking_switch
 from inference.questions import Question
@@ -52,7 +52,6 @@ or the name of a set on the hub, asked in the reference's words:
 --temperature make all combinations.
 """
 AUTO: Literal["auto"] = "auto"
-BlockSize = int | Literal["auto"] | None
 SETTINGS = ("num_prompts", "max_new_tokens", "max_length", "top_p", "top_k", "seed", "thinking", "dtype", "mesh")
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax")
 
@@ -199,7 +198,7 @@ def _measure_all(
     askings: dict[float, Asking],
 ) -> list[tuple[dict[str, Any], Measured]]:
     """Measure every combination, and return its result and its answers, data set by data set."""
-    sizes: list[BlockSize] = args.block_size or [None]
+    sizes: list[Any] = args.block_size or [None]
     found = {}
     for rows in args.batch_size:
         with flags_named():
@@ -208,9 +207,10 @@ def _measure_all(
                 for size in sizes
             ]
         for data, temperature in itertools.product(asked, askings):
+            check_questions(engines[0], asked[data], askings[temperature])
+        for data, temperature in itertools.product(asked, askings):
             tell(f"{data}, batch size {rows}, temperature {temperature:g}: compiling, then answering")
-            with flags_named():
-                measured = measure(engines, asked[data], askings[temperature], rows, progress.show)
+            measured = measure(engines, asked[data], askings[temperature], rows, progress.show)
             for size, engine, one in zip(sizes, engines, measured, strict=True):
                 own = None if size == AUTO else engine.block_size
                 parts = None if size == AUTO else part_seconds(engine)

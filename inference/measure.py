@@ -9,6 +9,7 @@ from convert.progress import Watch, quiet, tell
 from dflash_jax.errors import UserError
 from inference import prompts
 from inference.engine import Engine, Generation, SamplingConfig
+from inference.generate import flags_named
 from inference.prompts import Prompt
 from inference.questions import Question
 from inference.text import text_of
@@ -20,10 +21,14 @@ ANSWERS_A_ROW = 4
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A prompt answered without the draft and with it. `turn` counts the user's messages of a row from 1."""
+    """A prompt answered without the draft and with it.
+
+    `turn` counts the user's messages of a row from 1; `said` is that message, None where a row gives token ids.
+    """
 
     where: str
     turn: int
+    said: str | None
     prompt: list[int]
     plain: Generation
     drafted: Generation
@@ -51,6 +56,14 @@ class _Dialogue:
     prompt: list[int]
     turn: int = 1
     answers: list[str] = dataclasses.field(default_factory=list)
+
+    def pair(self, plain: Generation, drafted: Generation) -> Pair:
+        """Return the turn, answered both ways."""
+        first = self.question.first
+        said = first.messages[-1].get("content") if first.messages else first.text
+        if self.turn > 1:
+            said = self.question.later[self.turn - 2]
+        return Pair(first.where, self.turn, said, self.prompt, plain, drafted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +103,10 @@ def measure(
 
     Returns:
         What was measured of each engine, in their order; all share the measurement without the draft.
-
-    Raises:
-        UserError: a question whose first turn has no room, named by where it was given.
     """
     for engine, speculate in _ways(engines):
         engine.warm_up(speculate)
     dialogues = [_Dialogue(question, asking.first(question)) for question in questions]
-    for dialogue in dialogues:
-        engines[0].check_prompt(dialogue.prompt, asking.sampling, dialogue.question.first.where)
     size = rows if rows == 1 else rows * ANSWERS_A_ROW
     seconds = [0.0] * (1 + len(engines))
     pairs: list[list[Pair]] = [[] for _ in engines]
@@ -110,9 +118,24 @@ def measure(
             seconds = [one + more for one, more in zip(seconds, taken, strict=True)]
             for dialogue, plain, *drafted in zip(group, *answers, strict=True):
                 for kept, answer in zip(pairs, drafted, strict=True):
-                    kept.append(Pair(dialogue.question.first.where, dialogue.turn, dialogue.prompt, plain, answer))
+                    kept.append(dialogue.pair(plain, answer))
                 dialogues += _following(dialogue, plain, engines[0], asking)
     return [Measured(kept, seconds[0], its) for kept, its in zip(pairs, seconds[1:], strict=True)]
+
+
+def check_questions(engine: Engine, questions: Sequence[Question], asking: Asking) -> None:
+    """Refuse questions that cannot be asked, before any is.
+
+    Raises:
+        UserError: one whose first turn has no room, or cannot be rendered, named by where it was given.
+    """
+    for question in questions:
+        _check(engine, asking.first(question), asking, question.first.where)
+
+
+def _check(engine: Engine, prompt: list[int], asking: Asking, where: str) -> None:
+    with flags_named(where):
+        engine.check_prompt(prompt, asking.sampling, where)
 
 
 def decoding(
@@ -144,7 +167,7 @@ def _following(dialogue: _Dialogue, answer: Generation, engine: Engine, asking: 
     turn = dialogue.turn + 1
     prompt = asking.next(dialogue, answer)
     try:
-        engine.check_prompt(prompt, asking.sampling, f"{dialogue.question.first.where}, turn {turn}")
+        _check(engine, prompt, asking, f"{dialogue.question.first.where}, turn {turn}")
     except UserError as error:
         tell(f"left out: {error}")
         return []

@@ -14,6 +14,7 @@ from inference.text import Detokenizer, spoken
 
 ANSWERS_SHOWN = 3
 LONGEST_PROMPT = 600
+NEWLINE, RETURN = "\n", "↵\n"
 Result = dict[str, Any]
 # An answer's pieces: the text of a token, and whether it was an accepted draft.
 Piece = tuple[str, bool]
@@ -95,7 +96,7 @@ def _tiles(result: Result) -> str:
 
 
 def _overview(results: Sequence[Result]) -> str:
-    labels = [_name(result) for result in results]
+    labels = _labels(results)
     speedups = [
         Bar(label, result["speedup"], f"{number(result['speedup'])}×")
         for label, result in zip(labels, results, strict=True)
@@ -105,11 +106,11 @@ def _overview(results: Sequence[Result]) -> str:
         for label, result in zip(labels, results, strict=True)
     ]
     pictures = [
-        _figure("Speedup", bars("Speedup", speedups, "drafted", mark=1.0), "The dashed line is decoding without it."),
+        _figure("Speedup", bars("Speedup", speedups, mark=1.0), "The dashed line is decoding without the draft."),
         _figure(
             "Acceptance length τ",
-            bars("Acceptance length", lengths, "target", mark=1.0),
-            "Tokens a block; decoding without a draft has one.",
+            bars("Acceptance length", lengths, mark=1.0),
+            "Tokens a block; the dashed line is decoding without the draft.",
         ),
     ]
     return f"<h2>Speedup and acceptance</h2>{_figures(pictures)}{_table(results)}"
@@ -117,7 +118,7 @@ def _overview(results: Sequence[Result]) -> str:
 
 def _table(results: Sequence[Result]) -> str:
     heads = "".join(f"<th>{escape(head)}</th>" for head in tables.HEADS)
-    cells = [tables.row(result | {"data": _last(result["data"])}) for result in results]
+    cells = [tables.row(result) for result in results]
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
     return f'<p></p><div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
 
@@ -128,15 +129,16 @@ def _combination(result: Result, measured: Measured, tokenizer: Any) -> str:
         pictures.append(
             _figure(
                 "Acceptance by slot",
-                columns("Acceptance by slot", result["by_slot"], "drafted"),
+                columns("Acceptance by slot", result["by_slot"]),
                 "Share of blocks whose drafts were accepted up to this slot, in per cent.",
             )
         )
-    blocks = sum(result["histogram"]) or 1
+    counts = result["histogram"]
+    lengths = [count / (sum(counts) or 1) for count in counts]
     pictures.append(
         _figure(
             "Blocks by length",
-            columns("Blocks by length", [count / blocks for count in result["histogram"]], "target"),
+            columns("Blocks by length", lengths, max(lengths, default=0.0) or 1.0),
             "Share of blocks that brought so many tokens, in per cent.",
         )
     )
@@ -156,7 +158,7 @@ def _combination(result: Result, measured: Measured, tokenizer: Any) -> str:
             )
         )
     return (
-        f"<h2>{escape(_name(result))}</h2><p>{escape(_sentence(result))}</p>"
+        f"<h2>{escape(tables.name(result))}</h2><p>{escape(_sentence(result))}</p>"
         f"{_figures(pictures)}{_answers(measured.pairs[:ANSWERS_SHOWN], tokenizer)}"
     )
 
@@ -182,7 +184,7 @@ def _answers(pairs: Sequence[Pair], tokenizer: Any) -> str:
 
 
 def _answer(pair: Pair, tokenizer: Any) -> str:
-    prompt = tokenizer.decode(pair.prompt, skip_special_tokens=True)
+    prompt = pair.said or tokenizer.decode(pair.prompt)
     short = prompt if len(prompt) <= LONGEST_PROMPT else f"{prompt[:LONGEST_PROMPT]}…"
     blocks = "".join(_block(block) for block in blocks_of(pair.drafted, tokenizer))
     length = number(pair.drafted.acceptance_length)
@@ -194,21 +196,25 @@ def _answer(pair: Pair, tokenizer: Any) -> str:
 
 
 def _block(pieces: Sequence[Piece]) -> str:
+    """Draw a block; the ends of lines are seen."""
     drawn = "".join(
-        f'<span class="{"drafted" if drafted else "target"}">{escape(text)}</span>' for text, drafted in pieces
+        f'<span class="{"drafted" if drafted else "target"}">{escape(text.replace(NEWLINE, RETURN))}</span>'
+        for text, drafted in pieces
     )
     return f'<span class="block">{drawn}</span>'
 
 
 def _foot(document: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items() if value not in (None, {}))
+    settings = ", ".join(
+        f"{name} {value}" for name, value in document["settings"].items() if value and name not in ("ckpt", "draft")
+    )
     return (
         "<h2>How it was measured</h2>"
         '<p class="quiet">The same prompts were answered with the draft and without it, in turns, in one warm '
-        "process. Speeds are tokens after each answer's first over the seconds of decoding, prefill excluded; of several "
-        "rows, all tokens over the seconds of the whole batch. A block that the end of its answer cut is counted by slot "
-        f'up to the cut.</p><p class="quiet">{escape(versions)}. {escape(settings)}.</p>'
+        "process. Speeds are tokens after each answer's first over the seconds of decoding, prefill excluded; of "
+        "several rows, all tokens over the seconds of the whole batch. A block that the end of its answer cut counts "
+        f'by slot up to the cut.</p><p class="quiet">{escape(versions)}. {escape(settings)}.</p>'
     )
 
 
@@ -220,8 +226,13 @@ def _figure(title: str, picture: str, caption: str) -> str:
     return f"<figure><h3>{escape(title)}</h3>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _name(result: Result) -> str:
-    return tables.name(result | {"data": _last(result["data"])})
+def _labels(results: Sequence[Result]) -> list[str]:
+    """Return what tells combinations apart: the data, and whatever is not the same in all."""
+    varied = [key for key in ("temperature", "batch_size", "block_size") if len({one[key] for one in results}) > 1]
+    return [
+        ", ".join([tables.data_name(one), *(f"{key.removesuffix('_size')} {one[key]}" for key in varied)])
+        for one in results
+    ]
 
 
 def _last(path: str) -> str:

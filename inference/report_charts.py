@@ -37,9 +37,9 @@ def escape(text: str) -> str:
     return html.escape(NEITHER_TEXT.sub("\N{REPLACEMENT CHARACTER}", text.translate(VISIBLE)))
 
 
-def bars(title: str, rows: Sequence[Bar], style: str, mark: float | None = None) -> str:
-    """Draw a bar a row, from left to right; `mark` draws a line at a value to compare with."""
-    most = max([mark or 0.0, 1e-9, *(row.value or 0.0 for row in rows)])
+def bars(title: str, rows: Sequence[Bar], mark: float) -> str:
+    """Draw a bar a row, from left to right, and a line at the value to compare them with."""
+    most = max([mark, *(row.value or 0.0 for row in rows)])
     room = WIDTH - 60
     drawn = []
     for i, row in enumerate(rows):
@@ -48,27 +48,26 @@ def bars(title: str, rows: Sequence[Bar], style: str, mark: float | None = None)
         width = room * (row.value or 0.0) / most
         drawn += [
             _text(0, y - 4, label),
-            f'<rect class="{style}" x="0" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>',
+            f'<rect class="drafted" x="0" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>',
             _text(width + 6, y + 13, row.figure, "figure"),
         ]
     height = len(rows) * ROW
-    if mark is not None:
-        x = room * mark / most
-        drawn.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{LINE - 2}" y2="{height - 8}"/>')
+    x = room * mark / most
+    drawn.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{LINE - 2}" y2="{height - 8}"/>')
     return _svg(title, height, drawn)
 
 
-def columns(title: str, shares: Sequence[float | None], style: str) -> str:
-    """Draw a column for each share, numbered from 1."""
+def columns(title: str, shares: Sequence[float | None], most: float = 1.0) -> str:
+    """Draw a column for each share, numbered from 1; one of `most` is as high as the picture."""
     step = WIDTH / max(1, len(shares))
     sign = "%" if len(shares) <= WITH_SIGNS else ""
     drawn = [f'<line class="axis" x1="0" x2="{WIDTH}" y1="{FLOOR}" y2="{FLOOR}"/>']
     for i, share in enumerate(shares):
         middle = (i + 0.5) * step
-        height = (FLOOR - TOP) * (share or 0.0)
+        height = (FLOOR - TOP) * (share or 0.0) / most
         figure = "–" if share is None else f"{100 * share:.0f}{sign}"
         drawn += [
-            f'<rect class="{style}" x="{middle - 0.36 * step:.1f}" y="{FLOOR - height:.1f}" width="{0.72 * step:.1f}" '
+            f'<rect class="drafted" x="{middle - 0.36 * step:.1f}" y="{FLOOR - height:.1f}" width="{0.72 * step:.1f}" '
             f'height="{height:.1f}" rx="2"/>',
             _text(middle, FLOOR - height - 5, figure, "figure middle small"),
             _text(middle, FLOOR + 16, str(i + 1), "middle"),

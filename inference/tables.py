@@ -1,12 +1,16 @@
 """Results of a benchmark as text: a table of all combinations, then what is to say of each."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
+from inference.questions import NAMED
+
 HEADS = ("data", "temperature", "batch", "block", "plain tok/s", "DFlash tok/s", "speedup", "τ", "identical")
+DIFFERENCES_TOLD = 5
 NUMBERS_FROM = 1  # columns from here on are numbers
 
 
@@ -27,10 +31,16 @@ def show(results: Sequence[dict[str, Any]], out: TextIO) -> None:
     out.flush()
 
 
+def data_name(result: dict[str, Any]) -> str:
+    """Return what a result's data are called: the set's name, or the file's without its directories."""
+    name, _, _ = result["data"].partition("=")
+    return name if name in NAMED else Path(result["data"]).name
+
+
 def name(result: dict[str, Any]) -> str:
     """Return what a combination is called."""
     return (
-        f"{result['data']}, temperature {result['temperature']:g}, batch {result['batch_size']}, "
+        f"{data_name(result)}, temperature {result['temperature']:g}, batch {result['batch_size']}, "
         f"block {result['block_size']}"
     )
 
@@ -44,12 +54,13 @@ def sameness(result: dict[str, Any]) -> str:
     """Say in how many prompts the tokens were identical, and where they were not."""
     line = f"tokens identical in {result['identical']} of {result['prompts']} prompts"
     differ = [
-        f"{one['where']}{', turn 2' if one['turn'] == 2 else ''} from token {one['first_difference'] + 1}"
+        f"{one['where']}, turn {one['turn']}, from token {one['first_difference'] + 1}"
         for one in result["per_prompt"]
         if not one["identical"]
     ]
     if differ:
-        line += f"; different in {'; '.join(differ[:5])}" + (f" and {len(differ) - 5} more" if differ[5:] else "")
+        more = f" and {len(differ) - DIFFERENCES_TOLD} more" if differ[DIFFERENCES_TOLD:] else ""
+        line += f"; different in {'; '.join(differ[:DIFFERENCES_TOLD])}{more}"
     if result["temperature"]:
         line += " (sampled answers may differ: rounding can tip a draw)"
     return line
@@ -58,7 +69,7 @@ def sameness(result: dict[str, Any]) -> str:
 def row(result: dict[str, Any]) -> tuple[str, ...]:
     """Return a result's cells, in the order of `HEADS`."""
     return (
-        result["data"],
+        data_name(result),
         f"{result['temperature']:g}",
         str(result["batch_size"]),
         str(result["block_size"]),
