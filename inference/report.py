@@ -8,7 +8,7 @@ from typing import Any
 from inference import tables
 from inference.engine import Generation
 from inference.measure import Measured, Pair
-from inference.report_charts import Bar, Part, bars, columns, escape, stack
+from inference.report_charts import LETTERS, Bar, Part, bars, columns, escape, stack
 from inference.tables import number
 from inference.text import Detokenizer, spoken
 
@@ -153,8 +153,8 @@ def _combination(result: Result, measured: Measured, tokenizer: Any) -> str:
             _figure(
                 "Time with the draft",
                 stack("Time with the draft", parts),
-                "An estimate: draft and verify were timed as programs of their own, outside the decoding loop. "
-                "The rest is what decoding took beyond them.",
+                "An estimate: draft and verify were timed as programs of their own, after the decoding loop. The rest "
+                "is what decoding took beyond them; below zero, the machine was slower by then.",
             )
         )
     return (
@@ -227,12 +227,15 @@ def _figure(title: str, picture: str, caption: str) -> str:
 
 
 def _labels(results: Sequence[Result]) -> list[str]:
-    """Return what tells combinations apart: the data, and whatever is not the same in all."""
+    """Return what tells combinations apart: the data, shortened to fit, and whatever is not the same in all."""
     varied = [key for key in ("temperature", "batch_size", "block_size") if len({one[key] for one in results}) > 1]
-    return [
-        ", ".join([tables.data_name(one), *(f"{key.removesuffix('_size')} {one[key]}" for key in varied)])
-        for one in results
-    ]
+    labels = []
+    for one in results:
+        rest = "".join(f", {key.removesuffix('_size')} {one[key]}".removesuffix(".0") for key in varied)
+        name = tables.data_name(one)
+        room = max(8, LETTERS - len(rest))
+        labels.append((name if len(name) <= room else f"{name[: room - 1]}…") + rest)
+    return labels
 
 
 def _last(path: str) -> str:

@@ -11,7 +11,8 @@ from inference.display import VISIBLE
 WIDTH = 360
 ROW, BAR, LINE = 44, 16, 16
 HEIGHT, TOP, FLOOR = 180, 22, 150
-LETTERS = 46  # of 12 pixels, in WIDTH
+NEAR = 45  # where a line would cross the figure beside a bar
+LETTERS = 44  # of 12 pixels, in WIDTH
 WITH_SIGNS = 10  # more columns than these have no room for per-cent signs
 NEITHER_TEXT = re.compile("[\ud800-\udfff\ufffe\uffff]")
 
@@ -41,20 +42,18 @@ def bars(title: str, rows: Sequence[Bar], mark: float) -> str:
     """Draw a bar a row, from left to right, and a line at the value to compare them with."""
     most = max([mark, *(row.value or 0.0 for row in rows)])
     room = WIDTH - 60
+    at = room * mark / most
     drawn = []
     for i, row in enumerate(rows):
         y = i * ROW + LINE
-        label = row.label if len(row.label) <= LETTERS else f"{row.label[: LETTERS - 1]}…"
         width = room * (row.value or 0.0) / most
         drawn += [
-            _text(0, y - 4, label),
+            _text(0, y - 4, row.label),
             f'<rect class="drafted" x="0" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>',
-            _text(width + 6, y + 13, row.figure, "figure"),
+            f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{y - 2}" y2="{y + BAR + 2}"/>',
+            _text(max(width, at if abs(width - at) < NEAR else 0) + 6, y + 13, row.figure, "figure"),
         ]
-    height = len(rows) * ROW
-    x = room * mark / most
-    drawn.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{LINE - 2}" y2="{height - 8}"/>')
-    return _svg(title, height, drawn)
+    return _svg(title, len(rows) * ROW, drawn)
 
 
 def columns(title: str, shares: Sequence[float | None], most: float = 1.0) -> str:

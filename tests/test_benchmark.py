@@ -482,3 +482,14 @@ def test_where_answers_differ_is_told():
 
 def test_control_characters_and_broken_text_are_shown_and_not_obeyed():
     assert report.escape('<a href="\'">&\x00\x1b[31m\ud800') == "&lt;a href=&quot;&#x27;&quot;&gt;&amp;␀␛[31m\ufffd"
+
+
+def test_labels_tell_what_differs_and_fit():
+    one = {"data": "/a/b/questions.jsonl", "temperature": 0.0, "batch_size": 1, "block_size": 8}
+    assert report._labels([one]) == ["questions.jsonl"]
+    long = one | {"data": "x" * 60, "batch_size": 8, "block_size": "auto"}
+    labels = report._labels([one, long | {"temperature": 0.5}])
+    assert labels == [
+        "questions.…, temperature 0, batch 1, block 8",
+        "xxxxxxx…, temperature 0.5, batch 8, block auto",
+    ]
