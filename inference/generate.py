@@ -9,14 +9,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from convert import cli, load_draft, load_target, processes, progress
+from convert import LoadedDraft, LoadedTarget, cli, load_draft, load_target, processes, progress
 from convert.demo_target import find_demo_target
 from convert.load import target_config
 from convert.progress import tell
@@ -51,6 +51,7 @@ FLAGS = {
     "mesh": "--mesh",
 }
 DTYPES = ("float32", "bfloat16")
+AUTO: Literal["auto"] = "auto"
 TOO_MUCH = (
     "--max-length, --batch-size: they ask for more memory than there is; less of either, or --dtype bfloat16, is right"
 )
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     processes.join()
     mesh = _mesh(args)
     asked = _read_prompts(args)
-    ckpt, draft = _checkpoints(args)
+    ckpt, draft = checkpoints(args)
     with memory_named(TOO_MUCH):
         source = open_source(ckpt)
         check_memory(args, target_config(source), mesh)
@@ -155,35 +156,25 @@ def _show(answers: Iterable[tuple[int, Generation]], tokenizer: Any, names: Sequ
             writer = None
 
 
-def add_sampling_flags(answers: argparse._ArgumentGroup) -> None:
-    """Add the flags that say how tokens are chosen, for every command that has answers given."""
-    answers.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
-    answers.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P in all"
-    )
-    answers.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
-    answers.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+def block_size(text: str) -> int | Literal["auto"]:
+    """Read a size of blocks.
+
+    Raises:
+        ArgumentTypeError: neither a size nor `auto`.
+    """
+    if text == AUTO:
+        return AUTO
+    try:
+        return whole(2)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}; a whole number of 2 or more, or auto, is right") from error
 
 
-def _parser() -> cli.Parser:
-    parser = cli.Parser(
-        prog="python -m inference.generate",
-        description="Answer prompts with a target model, sped up by a DFlash draft without changing the answers.",
-        epilog=EXAMPLE,
-    )
-    models = parser.add_argument_group("models (a Flax checkpoint, a Hugging Face directory or a hub id)")
+def add_model_flags(models: argparse._ArgumentGroup, draft: str) -> None:
+    """Add the flags that say what is loaded and where it lies; `draft` is what --help says of the draft."""
     models.add_argument("--ckpt", metavar="T", help="the target; may be a .gguf file, too (default: the demo's)")
-    models.add_argument(
-        "--draft", metavar="D", help="its draft; without one, decoding is plain (default: none, or the demo's)"
-    )
-    models.add_argument(
-        "--block-size",
-        type=lambda text: text if text == "auto" else whole(2)(text),
-        metavar="B",
-        help="tokens that a pass of the target checks, or auto, which follows the text (default: the draft's)",
-    )
+    models.add_argument("--draft", metavar="D", help=draft)
     models.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default: %(default)s)")
-    models.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="answers at a time (default: 1)")
     models.add_argument(
         "--max-length",
         type=whole(2),
@@ -198,17 +189,53 @@ def _parser() -> cli.Parser:
         metavar="data=1,tensor=1",
         help="devices to spread rows (data) and heads (tensor) over, of one process or of several",
     )
-    source = parser.add_argument_group("prompts (one of the three)")
-    source.add_argument("--prompt", metavar="TEXT", help="a prompt")
-    source.add_argument("--prompts", metavar="FILE.jsonl", help="a prompt a row")
-    source.add_argument("stdin", nargs="?", metavar="-", help="read a prompt from standard input")
-    source.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
-    source.add_argument(
+
+
+def add_thinking_flag(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that lets models think."""
+    group.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="let a model think first that can (default: no)",
     )
+
+
+def add_sampling_flags(answers: argparse._ArgumentGroup, *, several: bool = False) -> None:
+    """Add the flags that say how tokens are chosen, for every command that has answers given.
+
+    With `several`, the temperature is a list of them.
+    """
+    temperatures: dict[str, Any] = {"nargs": "+", "default": [0.0]} if several else {"default": 0.0}
+    answers.add_argument("--temperature", type=float, metavar="X", help="0, the default, is greedy", **temperatures)
+    answers.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to P in all"
+    )
+    answers.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
+    answers.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser(
+        prog="python -m inference.generate",
+        description="Answer prompts with a target model, sped up by a DFlash draft without changing the answers.",
+        epilog=EXAMPLE,
+    )
+    models = parser.add_argument_group("models (a Flax checkpoint, a Hugging Face directory or a hub id)")
+    add_model_flags(models, "its draft; without one, decoding is plain (default: none, or the demo's)")
+    models.add_argument(
+        "--block-size",
+        type=block_size,
+        metavar="B|auto",
+        help="tokens that a pass of the target checks, or auto, which follows the text (default: the draft's)",
+    )
+    models.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="answers at a time (default: 1)")
+    source = parser.add_argument_group("prompts (one of the three)")
+    source.add_argument("--prompt", metavar="TEXT", help="a prompt")
+    source.add_argument("--prompts", metavar="FILE.jsonl", help="a prompt a row")
+    source.add_argument("stdin", nargs="?", metavar="-", help="read a prompt from standard input")
+    source.add_argument("--raw", action="store_true", help="take text as it is, without the chat template")
+    add_thinking_flag(source)
     answer = parser.add_argument_group("answers")
     answer.add_argument("--max-new-tokens", type=whole(1), default=256, metavar="N", help="at most (default: 256)")
     add_sampling_flags(answer)
@@ -285,7 +312,12 @@ def _same_file(one: str, other: str) -> bool:
     return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
-def _checkpoints(args: argparse.Namespace) -> tuple[str, str | None]:
+def checkpoints(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the target and the draft that the flags name, or those of the demo.
+
+    Raises:
+        UserError: an empty name, a block size without a draft, or the demo's target is not installed.
+    """
     for flag, name in (("--ckpt", args.ckpt), ("--draft", args.draft)):
         check(name != "", f"{flag}: empty; a checkpoint, or leaving out {flag}, is right")
     if args.ckpt is None:
@@ -353,13 +385,7 @@ def _mesh(args: argparse.Namespace) -> Mesh:
 def _engine(args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh) -> Engine:
     size = args.block_size if isinstance(args.block_size, int) else 1
     check(size <= args.max_length, f"--block-size: {size}; up to --max-length, {args.max_length}, is right")
-
-    def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
-        with flags_named():
-            return sharding.place(mesh, path, array)
-
-    target = load_target(ckpt, args.dtype, place=place, watch=progress.show)
-    paired = load_draft(draft, args.dtype, place=place, watch=progress.show) if draft else None
+    target, paired = load_models(args, ckpt, draft, mesh)
     with flags_named():
         return Engine(
             target,
@@ -369,6 +395,23 @@ def _engine(args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh) 
             block_size=args.block_size,
             mesh=mesh,
         )
+
+
+def load_models(
+    args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh
+) -> tuple[LoadedTarget, LoadedDraft | None]:
+    """Load the target, and the draft where there is one, in the dtype that the flags name, onto the mesh.
+
+    Raises:
+        UserError: a checkpoint that cannot be read, or that the mesh does not divide.
+    """
+
+    def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
+        with flags_named():
+            return sharding.place(mesh, path, array)
+
+    target = load_target(ckpt, args.dtype, place=place, watch=progress.show)
+    return target, load_draft(draft, args.dtype, place=place, watch=progress.show) if draft else None
 
 
 def check_memory(args: argparse.Namespace, target: TargetConfig, mesh: Mesh) -> None:

@@ -63,7 +63,8 @@ def from_file(name: str) -> list[Prompt]:
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror}); a JSONL file of prompts is right") from error
     lines = utf8(content.removeprefix(BOM), name).split("\n")
-    prompts = [_prompt(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    numbered = ((f"{name}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
+    prompts = [from_row(read_row(line, where), where) for where, line in numbered]
     check(bool(prompts), f"{name}: empty; a row {ROW} for each prompt is right")
     return prompts
 
@@ -137,8 +138,12 @@ def read_row(line: str, where: str, right: str = ROW) -> dict[str, Any]:
     return row
 
 
-def _prompt(line: str, where: str) -> Prompt:
-    row = read_row(line, where)
+def from_row(row: dict[str, Any], where: str) -> Prompt:
+    """Take the prompt of a JSONL file's row.
+
+    Raises:
+        UserError: none of the forms, more than one, or one that is not right.
+    """
     forms = [form for form in FORMS if form in row]
     check(len(forms) == 1, f"{where}: {' and '.join(forms) or 'no prompt'}; one of {', '.join(FORMS)} is right")
     form, value = forms[0], row[forms[0]]
