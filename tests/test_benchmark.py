@@ -175,9 +175,9 @@ def test_answers_of_one_token_have_no_speed():
     assert [got[key] for key in ("speedup", "acceptance_length", "block_seconds", "block_cost")] == [None] * 4
 
 
-def test_blocks_of_several_sizes_have_no_figures_by_slot_nor_parts():
+def test_blocks_of_several_sizes_have_no_parts():
     got = figures(Measured([Pair("f", 1, "a", [1], answer([1, 1]), answer([2]))], 1.0, 1.0), None, 1, None)
-    assert (got["by_slot"], got["time_split"], got["histogram"]) == (None, None, [0, 1])
+    assert (got["time_split"], got["histogram"]) == (None, [0, 1])
 
 
 def test_a_batchs_seconds_are_those_of_the_wall_less_all_prefills(monkeypatch):
