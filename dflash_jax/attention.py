@@ -106,4 +106,5 @@ class Attention(nn.Module):
 
     def _heads(self, x: Float[Array, "b t nh"]) -> Float[Array, "b n t h"]:
         b, t, _ = x.shape
+        x = jax.lax.optimization_barrier(x)
         return x.reshape(b, t, -1, self.config.head_dim).swapaxes(1, 2)

@@ -197,7 +197,7 @@ def test_exchanges_are_counted_in_a_programs_text():
   %c = f32[16]{0} all-gather-done(%b)
   %d = f32[] all-reduce(%z), to_apply=%add
 """
-    assert compile_elsewhere._exchanges(text) == {
+    assert compile_elsewhere.exchanges(text) == {
         "all-gather": {"count": 2, "bytes": 64 + 64},
         "all-reduce": {"count": 1, "bytes": 4},
     }
