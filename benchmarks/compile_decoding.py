@@ -29,9 +29,6 @@ from training.presets import PRESETS
 # Of a text of 2,048 tokens: what the engine makes room for, and fills.
 CONTEXT, CHUNK = 2048, 256
 DTYPE = jnp.dtype(jnp.bfloat16)
-# What the compiler's cost counts twice: weights that it fetches before they are multiplied by.
-ONCE = {machines.TPU: {"xla_vf_vmem_memory_space_assignment": False}, machines.GPU: {}}
-LOOP = {machines.TPU: {}, machines.GPU: {"xla_gpu_autotune_level": 0}}
 
 
 def main() -> None:
@@ -42,7 +39,7 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w")  # the compilers write to standard output as they please
     os.dup2(2, 1)
     for program, layers in (one.split(":") for one in asked):
-        found = compile_program(program, *models_of(name, int(layers)), mesh, machine.chip.platform)
+        found = compile_program(program, *models_of(name, int(layers)), mesh, _options(program, machine))
         print(json.dumps({"program": program, "layers": int(layers)} | found), file=results, flush=True)
     results.close()
 
@@ -57,22 +54,20 @@ def models_of(name: str, layers: int) -> tuple[TargetConfig, DraftConfig]:
 
 
 def compile_program(
-    program: str, target: TargetConfig, draft: DraftConfig, mesh: Mesh, platform: str
+    program: str, target: TargetConfig, draft: DraftConfig, mesh: Mesh, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Compile one of `PROGRAMS`, for one greedy row.
+    """Compile one of `PROGRAMS` for one row, with options of the compiler.
 
     Returns:
         Of one chip: `bytes` read and written, `flops` and `seconds` by the compiler's cost, which loops and GPUs have
         not; bytes of `temporaries`, `caches` and what is `aliased`; and the number of `exchanges`.
     """
-    run, block_size = PROGRAMS[program]
-    drafted = block_size > 1
+    run, block_size, drafted = PROGRAMS[program]
     models = decode.Models(target, draft if drafted else None, block_size, mesh)
     weights = decode.Weights(_weights(mesh, target), _weights(mesh, draft) if drafted else {})
     state = _state(models)
     kept = () if run is _propose else ("state",)
     traced = jax.jit(functools.partial(run, models), donate_argnames=kept).trace(weights=weights, state=state)
-    options = (LOOP if program == "loop" else ONCE)[platform]
     compiled = traced.lower().compile(compiler_options=options)
     memory: Any = compiled.memory_analysis()
     cost: Any = (compiled.cost_analysis() or {}) if program != "loop" else {}
@@ -87,15 +82,24 @@ def compile_program(
     }
 
 
+def _options(program: str, machine: machines.Machine) -> dict[str, Any]:
+    if machine.chip.platform == machines.GPU:
+        return {"xla_gpu_autotune_level": 0}
+    # The cost counts twice what is fetched ahead of its use.
+    return {} if program == "loop" else {"xla_msa_enable": False}
+
+
 def _propose(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> Int[Array, "b t-1"]:
     return decode.propose(models, weights, _anchors(state), state.draft, state.lengths)
 
 
 def _verify(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> decode.DecodeState:
-    # A temperature that is known to be 0 leaves out what sampling would do.
-    greedy = state.policy._replace(temperature=jnp.zeros_like(state.policy.temperature))
     drafts = jnp.zeros((1, models.block_size - 1), jnp.int32)
-    return decode.verify(models, weights, state._replace(policy=greedy), _anchors(state), drafts)
+    return decode.verify(models, weights, _greedy(state), _anchors(state), drafts)
+
+
+def _block(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> decode.DecodeState:
+    return decode.decode_block(models, weights, _greedy(state))
 
 
 def _prefill(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> decode.DecodeState:
@@ -107,18 +111,25 @@ def _loop(models: decode.Models, weights: decode.Weights, state: decode.DecodeSt
     return decode.decode(models, weights, state, state.last[0])
 
 
+def _greedy(state: decode.DecodeState) -> decode.DecodeState:
+    """Make it known that nothing is sampled: the compiler then leaves out what sampling would do."""
+    return state._replace(policy=state.policy._replace(temperature=jnp.zeros_like(state.policy.temperature)))
+
+
 def _anchors(state: decode.DecodeState) -> Int[Array, "b 1"]:
     return jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
 
 
-# What each runs, and the slots of its block. A draft of one token has two: the anchor's, and one to fill.
-PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {
-    "token": (_verify, 1),
-    "verify": (_verify, 16),
-    "draft": (_propose, 16),
-    "draft of one": (_propose, 2),
-    "prefill": (_prefill, 16),
-    "loop": (_loop, 16),
+# What each runs, the slots of its block, and whether there is a draft. A draft of one token has two slots, the anchor's
+# and the one that it fills. A block drafts, verifies, and extends the draft's context.
+PROGRAMS: dict[str, tuple[Callable[..., Any], int, bool]] = {
+    "token": (_verify, 1, False),
+    "verify": (_verify, 16, False),
+    "draft": (_propose, 16, True),
+    "draft of one": (_propose, 2, True),
+    "block": (_block, 16, True),
+    "prefill": (_prefill, 16, True),
+    "loop": (_loop, 16, True),
 }
 
 

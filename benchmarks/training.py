@@ -1,8 +1,9 @@
 """A training step of ours and one of SpecForge's, in turns: `python -m benchmarks.training`.
 
-The same draft (the demo's sizes: hidden size 576, 5 layers, 5 taps, blocks of 16), one row of 1,024 tokens, 128 anchors,
-float32, AdamW, features given and random. Each has a process of its own, which takes a step whenever it is told to. A
-step's slots are its anchors times the block size. It needs torch and PyPI's `specforge`, without what that depends on.
+The same draft (the demo's sizes: hidden size 576, 5 layers, 5 taps, blocks of 16), one row of 1,024 tokens, 128
+anchors, float32, AdamW, features given and random. Each has a process of its own, which takes a step whenever it is
+told to. A step's slots are its anchors times the block size. It needs torch, and PyPI's `specforge` without what that
+depends on.
 """
 
 import dataclasses
