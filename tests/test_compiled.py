@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from benchmarks.compiled import Cost
 from dflash_jax import sharding
 from dflash_jax.errors import UserError
 from tests import tiny
-from training import plan
+from training import machines, plan
 
 
 def cost(seconds, temporaries=0.0, caches=100.0):
@@ -78,3 +79,20 @@ def test_a_cut_target_keeps_its_drafts_sizes():
     target, draft = compile_decoding.models_of("qwen3-8b", 4)
     assert (target.num_layers, draft.num_layers) == (4, 5)
     assert draft.target_layer_ids == (1, 3, 3, 3, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "machine"), [("qwen3-8b", "v5p-8"), ("qwen3-8b", "v6e-8")])
+def test_a_pass_of_a_block_costs_little_more_than_a_tokens(target, machine):
+    try:
+        plan.check_packages(machines.find(machine))
+    except UserError as missing:
+        pytest.skip(str(missing))
+    asked = [f"{program}:{depth}" for program in ("token", "verify") for depth in compiled.DEPTHS]
+    found: dict[str, dict[int, Cost]] = {"token": {}, "verify": {}}
+    for program, depth, one in compiled._compiled(target, machine, [*asked, "draft:2", "draft of one:2"]):
+        found.setdefault(program, {})[depth] = one
+    seconds: dict[str, Any] = {program: Cost.at(36, found[program]).seconds for program in ("token", "verify")}
+    seconds |= {program: found[program][2].seconds for program in ("draft", "draft of one")}
+    assert seconds["verify"] / seconds["token"] < 1.1
+    assert seconds["draft"] / seconds["draft of one"] < 1.1
