@@ -106,4 +106,6 @@ class Attention(nn.Module):
 
     def _heads(self, x: Float[Array, "b t nh"]) -> Float[Array, "b n t h"]:
         b, t, _ = x.shape
+        # Else XLA for TPUs turns the weights, all of them in each pass, to have the product come out by heads.
+        x = jax.lax.optimization_barrier(x)
         return x.reshape(b, t, -1, self.config.head_dim).swapaxes(1, 2)

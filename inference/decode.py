@@ -240,7 +240,17 @@ def look(models: Models, state: DecodeState) -> DecodeState:
 def decode_block(models: Models, weights: Weights, state: DecodeState) -> DecodeState:
     """Draft, verify, accept and commit one block of every running row (laws 4 to 6)."""
     anchors = jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
-    drafts = propose(models, weights, anchors, state.draft, state.lengths)
+    return verify(models, weights, state, anchors, propose(models, weights, anchors, state.draft, state.lengths))
+
+
+def verify(
+    models: Models,
+    weights: Weights,
+    state: DecodeState,
+    anchors: Int[Array, "b 1"],
+    drafts: Int[Array, "b {models.block_size-1}"],
+) -> DecodeState:
+    """Judge the drafts in one pass of the target, and commit what it keeps; features go into the draft's context."""
     block = jnp.concatenate([anchors, drafts], axis=1)
     hidden, features, target = _target(models, weights, block, state.target, state.lengths)
     draft = _extend(models, weights, features, state.draft, state.lengths)

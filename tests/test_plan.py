@@ -205,7 +205,7 @@ def test_exchanges_are_counted_in_a_programs_text():
   %e = (f32[8]{0}, f32[8]{0}) all-to-all(%z, %x), dimensions={0}
   %f = (f32[2]{0}, f32[2]{0}, f32[2]{0}, f32[2]{0}, f32[2]{0}, /*index=5*/f32[6]{0}) all-reduce(%p, %q), to_apply=%add
 """
-    assert compile_elsewhere._exchanges(text) == {
+    assert compile_elsewhere.exchanges(text) == {
         "all-gather": {"count": 2, "bytes": 64 + 64},
         "all-reduce": {"count": 2, "bytes": 4 + 64},
         "all-to-all": {"count": 1, "bytes": 64},

@@ -103,7 +103,7 @@ def compile_step(config: RunConfig, target: TargetConfig, mesh: Mesh, platform: 
     return found | {
         "needed_bytes": sum(kinds.values()),
         "compile_seconds": time.perf_counter() - started,
-        "exchanges": _exchanges(compiled.as_text() or ""),
+        "exchanges": exchanges(compiled.as_text() or ""),
         "compiler_seconds": cost.get("optimal_seconds"),
         "compiler_flops": cost.get("flops"),
     }
@@ -118,7 +118,7 @@ def describe(config: RunConfig, target: TargetConfig, mesh: Mesh) -> tuple[Task,
     def stacked(params: Any) -> Any:
         return reading.stack(mesh, target, taps, params, task.needs_teacher)
 
-    weights = _placed(mesh, jax.eval_shape(stacked, parameters.shapes(target)), jnp.dtype(task.dtype))
+    weights = placed(mesh, jax.eval_shape(stacked, parameters.shapes(target)), jnp.dtype(task.dtype))
     if config.features.cache:
         weights = {name: weights[name] for name in ("embedding", "head") if name in weights}
     if size := config.loss.vocabulary:
@@ -126,10 +126,10 @@ def describe(config: RunConfig, target: TargetConfig, mesh: Mesh) -> tuple[Task,
             "head": _shape((target.hidden_size, size), jnp.dtype(task.dtype)),
             "rows": _shape((target.vocab_size,), jnp.int32),
         }
-        weights[SCORED] = _placed(mesh, {SCORED: part})[SCORED]
+        weights[SCORED] = placed(mesh, {SCORED: part})[SCORED]
     params = parameters.shapes(draft)
     moments = jax.eval_shape(optimizer.build(task.optimizer, task.steps).init, params)
-    state = TrainState(_shape((), jnp.int32, mesh), _placed(mesh, params), _placed(mesh, moments))
+    state = TrainState(_shape((), jnp.int32, mesh), placed(mesh, params), placed(mesh, moments))
     return task, (weights, state, _rows(config, task), _shape((), jnp.uint32, mesh), _signals(mesh))
 
 
@@ -158,7 +158,7 @@ def _shape(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None = None) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
-def _placed(mesh: Mesh, tree: Any, dtype: Any = None) -> Any:
+def placed(mesh: Mesh, tree: Any, dtype: Any = None) -> Any:
     """Give the shapes of parameters, or of moments, the places that the rules give them."""
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where),
@@ -175,7 +175,7 @@ def _held(tree: Any) -> int:
     )
 
 
-def _exchanges(text: str) -> dict[str, dict[str, int]]:
+def exchanges(text: str) -> dict[str, dict[str, int]]:
     """Count a program's exchanges between chips, each where it stands in the text, and the bytes that a chip gets."""
     found: dict[str, dict[str, int]] = {}
     plain = re.sub(r"/\*.*?\*/", "", text)  # as /*index=5*/ in long tuples

@@ -155,8 +155,8 @@ def candidates(config: RunConfig, target: TargetConfig, machine: Machine) -> Ite
                 yield MeshConfig(data=data, fsdp=groups // data, tensor=tensor)
 
 
-def check_packages(machine: Machine) -> None:
-    """Refuse a machine for which the compiler is not installed.
+def check_packages(machine: Machine, flag: str = "--plan") -> None:
+    """Refuse a machine, named by a flag, for which the compiler is not installed.
 
     Raises:
         UserError: saying how to install it.
@@ -168,7 +168,7 @@ def check_packages(machine: Machine) -> None:
         "nvidia-cuda-nvcc-cu12`",
     }[machine.chip.platform]
     missing = [package for package in NEEDED[machine.chip.platform] if not _is_there(package)]
-    check(not missing, f"--plan {machine.name}: compiling for it takes {', '.join(missing)}; {remedy} is right")
+    check(not missing, f"{flag} {machine.name}: compiling for it takes {', '.join(missing)}; {remedy} is right")
 
 
 def spell(mesh: MeshConfig) -> str:
