@@ -11,10 +11,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# A block weighs half as much when 34 others have followed.
-KEPT = 0.98
-# The chance that a slot is accepted, as long as nothing is known: as if it had been tried so many times.
-FIRST_CHANCE, FIRST_TRIES = 0.6, 1.0
+# A block weighs half as much when 34 others have followed; while nothing is drafted, what is known fades slowly, until
+# a block is tried again.
+KEPT, KEPT_IDLE = 0.98, 0.999
+# The chance that a slot is accepted, as long as nothing is known, as if it had been tried so many times: high, since a
+# size that is not tried teaches nothing.
+FIRST_CHANCE, FIRST_TRIES = 0.8, 10.0
 
 
 class Acceptance(NamedTuple):
@@ -37,8 +39,9 @@ def observe(seen: Acceptance, size: int, count: Int[Array, "b"], running: Bool[A
     slots = jnp.arange(1, seen.tried.shape[1] + 1)[None]
     judged = slots <= jnp.minimum(count + 1, size - 1)[:, None]
     right = slots <= count[:, None]
+    kept = KEPT if size > 1 else KEPT_IDLE
     return Acceptance(
-        *(jnp.where(running[:, None], old * KEPT + new, old) for old, new in zip(seen, (judged, right), strict=True))
+        *(jnp.where(running[:, None], old * kept + new, old) for old, new in zip(seen, (judged, right), strict=True))
     )
 
 

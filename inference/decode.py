@@ -189,7 +189,6 @@ def admit(
         last=put(state.last, request.last),
         stops=put(state.stops, request.stops),
         policy=jax.tree.map(lambda buffer, value: put(buffer, value[0]), state.policy, request.policy),
-        seen=jax.tree.map(lambda buffer: put(buffer, jnp.zeros(buffer.shape[1])), state.seen),
         blocks=put(state.blocks, jnp.zeros((), jnp.int32)),
         finish=put(state.finish, _finish(first.stopped, first.full)[0]),
     )

@@ -55,9 +55,9 @@ def test_what_is_old_weighs_less_and_rows_that_ended_learn_nothing():
 
 
 def test_what_a_block_should_bring():
-    # Slot 1: (1 + 0.6) / (2 + 1); slot 2, once and missed: that chance / 2; slot 3 as slot 2.
+    # Slot 1: (1 + 8) / (2 + 10); slot 2, once and missed: ten times that / 11; slot 3 as slot 2.
     seen = Acceptance(jnp.asarray([[2.0, 1.0, 0.0]]), jnp.asarray([[1.0, 0.0, 0.0]]))
-    one, two = 1.6 / 3, 1.6 / 6
+    one, two = 9 / 12, 7.5 / 11
     brought = [1, 1 + one, 1 + one + one * two + one * two * two]
     np.testing.assert_allclose(expected(seen, (1, 2, 4)), [brought], rtol=1e-6)
     first = FIRST_CHANCE
@@ -76,7 +76,9 @@ def test_a_longer_block_brings_no_less_and_never_more_than_it_holds(blocks):
 @pytest.mark.parametrize(
     ("blocks", "costs", "size"),
     [
-        ([(8, 0)] * 5, [1, 1.2, 1.5, 2.2], 1),  # a draft that misses
+        ([], [1, 1.2, 1.5, 2.2], 4),
+        ([(8, 0)] * 99, [1, 1.2, 1.5, 2.2], 1),  # a draft that misses
+        ([(8, 0)] * 99 + [(1, 0)] * 2000, [1, 1.2, 1.5, 2.2], 4),  # and is given another chance
         ([(8, 7)] * 5, [1, 1.2, 1.5, 2.2], 8),
         ([(8, 1), (8, 2)] * 5, [1, 1.2, 1.5, 2.2], 4),
         ([(8, 0)] * 5, [1, 1, 1, 1], 8),  # where length costs nothing, hope is free
