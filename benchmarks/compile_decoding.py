@@ -22,7 +22,7 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.presets import TARGETS
 from inference import decode
 from training import machines
-from training.compile_elsewhere import devices_of, exchanges, placed
+from training.compile_elsewhere import devices_of, exchanges, held, placed
 from training.initial import draft_config
 from training.presets import PRESETS
 
@@ -77,7 +77,7 @@ def compile_program(
         "seconds": cost.get("optimal_seconds"),
         "temporaries": memory.temp_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
-        "caches": sum(_held(leaf) for leaf in jax.tree.leaves((state.target, state.draft))),
+        "caches": held((state.target, state.draft)),
         "exchanges": sum(one["count"] for one in exchanges(compiled.as_text() or "").values()),
     }
 
@@ -90,12 +90,12 @@ def _options(program: str, machine: machines.Machine) -> dict[str, Any]:
 
 
 def _propose(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> Int[Array, "b t-1"]:
-    return decode.propose(models, weights, _anchors(state), state.draft, state.lengths)
+    return decode.propose(models, weights, decode.anchors(state), state.draft, state.lengths)
 
 
 def _verify(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> decode.DecodeState:
     drafts = jnp.zeros((1, models.block_size - 1), jnp.int32)
-    return decode.verify(models, weights, _greedy(state), _anchors(state), drafts)
+    return decode.verify(models, weights, _greedy(state), decode.anchors(state), drafts)
 
 
 def _block(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> decode.DecodeState:
@@ -114,10 +114,6 @@ def _loop(models: decode.Models, weights: decode.Weights, state: decode.DecodeSt
 def _greedy(state: decode.DecodeState) -> decode.DecodeState:
     """Make it known that nothing is sampled: the compiler then leaves out what sampling would do."""
     return state._replace(policy=state.policy._replace(temperature=jnp.zeros_like(state.policy.temperature)))
-
-
-def _anchors(state: decode.DecodeState) -> Int[Array, "b 1"]:
-    return jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
 
 
 # What each runs, the slots of its block, and whether there is a draft. A draft of one token has two slots, the anchor's
@@ -146,13 +142,6 @@ def _state(models: decode.Models) -> decode.DecodeState:
 
     caches = lying(sharding.CACHE, (state.target, state.draft))
     return lying(sharding.ROWS, state._replace(target=(), draft=()))._replace(target=caches[0], draft=caches[1])
-
-
-def _held(leaf: Any) -> int:
-    size = leaf.dtype.itemsize
-    for side in leaf.sharding.shard_shape(leaf.shape):
-        size *= side
-    return int(size)
 
 
 if __name__ == "__main__":

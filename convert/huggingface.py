@@ -87,7 +87,7 @@ class HuggingFaceSource:
                 shapes.pop(HEAD)
             names.check_shapes(shapes, wanted)
             odd = [f"{name} ({header.dtype})" for name, header in headers.items() if not self._reads(name)]
-            check(not odd, f"tensors of a dtype that is not supported: {', '.join(odd)}; {', '.join(STORED)} are")
+            check(not odd, f"tensors of a dtype that is not supported: {names.few(odd)}; {', '.join(STORED)} are")
 
     def dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
         """Return the names of the dtypes in which each parameter is stored."""

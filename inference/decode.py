@@ -238,8 +238,13 @@ def look(models: Models, state: DecodeState) -> DecodeState:
 
 def decode_block(models: Models, weights: Weights, state: DecodeState) -> DecodeState:
     """Draft, verify, accept and commit one block of every running row (laws 4 to 6)."""
-    anchors = jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
-    return verify(models, weights, state, anchors, propose(models, weights, anchors, state.draft, state.lengths))
+    start = anchors(state)
+    return verify(models, weights, state, start, propose(models, weights, start, state.draft, state.lengths))
+
+
+def anchors(state: DecodeState) -> Int[Array, "b 1"]:
+    """Return each row's last token, which is not in the caches yet."""
+    return jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
 
 
 def verify(

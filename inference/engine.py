@@ -349,7 +349,7 @@ class Engine:
         seconds = np.full((ROUNDS, len(models.sizes)), np.inf, np.float32)
         never = self._asked(length, 0, SamplingConfig(max_new_tokens=self.max_length - length))
         never = never._replace(stops=self._device(np.full(decode.MAX_STOPS, -1), np.int32))
-        for turn, (place, _) in itertools.product(range(ROUNDS), enumerate(models.sizes)):
+        for turn, place in itertools.product(range(ROUNDS), range(len(models.sizes))):
             only = np.where(np.arange(len(models.sizes)) == place, 1, np.inf)
             costs = self._device(only, np.float32)
             state = self._fill(models, self._state or self._empty_state(), 0, [0] * length, never)

@@ -1,11 +1,13 @@
 """Strictness that every test runs under, and what several of them share."""
 
 import atexit
+import importlib
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -50,6 +52,24 @@ def float64() -> Iterator[None]:
     """Let jax make and keep float64 arrays."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def _pair() -> Any:
+    """The tiny pair; imported here, since this file is read before what checks types as modules are imported."""
+    return importlib.import_module("tests.pair")
+
+
+@pytest.fixture(scope="module")
+def target(_pair: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the tiny pair's target lies; modules with another one have a fixture of their own."""
+    return str(_pair.write_target(tmp_path_factory.mktemp("pair") / "target"))
+
+
+@pytest.fixture(scope="module")
+def draft(_pair: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where its draft lies."""
+    return str(_pair.write_draft(tmp_path_factory.mktemp("pair") / "draft"))
 
 
 @pytest.fixture(scope="module", autouse=True)

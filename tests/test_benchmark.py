@@ -49,16 +49,6 @@ PICTURES = [
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return str(pair.write_target(tmp_path_factory.mktemp("pair") / "target"))
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory):
-    return str(pair.write_draft(tmp_path_factory.mktemp("pair") / "draft"))
-
-
 @pytest.fixture
 def write(tmp_path):
     def rows(*lines):

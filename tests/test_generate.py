@@ -20,16 +20,6 @@ from tests import pair
 MEASURED = ("prefill_seconds", "decode_seconds", "tokens_per_second")
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return str(pair.write_target(tmp_path_factory.mktemp("pair") / "target"))
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory):
-    return str(pair.write_draft(tmp_path_factory.mktemp("pair") / "draft"))
-
-
 @pytest.fixture
 def ask(target, capsys):
     """Run the command on the tiny target; return standard output."""

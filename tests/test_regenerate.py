@@ -18,16 +18,6 @@ BATCH = ("--batch-size", "3")  # one for all: each compiles programs of its own
 ANSWERED = {"role": "assistant", "content": pair.ANSWER}
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return str(pair.write_target(tmp_path_factory.mktemp("pair") / "target"))
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory):
-    return str(pair.write_draft(tmp_path_factory.mktemp("pair") / "draft"))
-
-
 @pytest.fixture
 def write(tmp_path):
     def rows(*lines, name="p.jsonl"):

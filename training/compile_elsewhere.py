@@ -76,10 +76,10 @@ def compile_step(config: RunConfig, target: TargetConfig, mesh: Mesh, platform: 
     """
     task, arguments = describe(config, target, mesh)
     kinds = {
-        "target": _held(arguments[0]),
-        "draft": _held(arguments[1].params),
-        "moments": _held(arguments[1].moments),
-        "rows": _held(arguments[2]),
+        "target": held(arguments[0]),
+        "draft": held(arguments[1].params),
+        "moments": held(arguments[1].moments),
+        "rows": held(arguments[2]),
     }
     traced = train_step.trace(task, *arguments)
     # A query sees half of its row's pieces in the mean.
@@ -167,7 +167,7 @@ def placed(mesh: Mesh, tree: Any, dtype: Any = None) -> Any:
     )
 
 
-def _held(tree: Any) -> int:
+def held(tree: Any) -> int:
     """Return the bytes that one chip holds of a tree."""
     return sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
