@@ -11,12 +11,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# A block weighs half as much when 34 others have followed; while nothing is drafted, what is known fades slowly, until
-# a block is tried again.
-KEPT, KEPT_IDLE = 0.98, 0.999
-# The chance that a slot is accepted, as long as nothing is known, as if it had been tried so many times: high, since a
-# size that is not tried teaches nothing.
-FIRST_CHANCE, FIRST_TRIES = 0.8, 10.0
+# What a slot showed weighs half as much when it was judged 69 times more; while it is not judged, that fades slowly,
+# until it is tried again.
+KEPT, KEPT_IDLE = 0.99, 0.9995
+# The chance that a slot is accepted, as long as nothing is known, as if it had been tried so many times: hopeful, since
+# a size that is not tried teaches nothing. docs/experiments.md says what other numbers bring.
+FIRST_CHANCE, FIRST_TRIES = 0.6, 20.0
 
 
 class Acceptance(NamedTuple):
@@ -39,7 +39,7 @@ def observe(seen: Acceptance, size: int, count: Int[Array, "b"], running: Bool[A
     slots = jnp.arange(1, seen.tried.shape[1] + 1)[None]
     judged = slots <= jnp.minimum(count + 1, size - 1)[:, None]
     right = slots <= count[:, None]
-    kept = KEPT if size > 1 else KEPT_IDLE
+    kept = jnp.where(judged, KEPT, KEPT_IDLE)
     return Acceptance(
         *(jnp.where(running[:, None], old * kept + new, old) for old, new in zip(seen, (judged, right), strict=True))
     )

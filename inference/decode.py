@@ -8,6 +8,7 @@ request may choose is traced, so nothing compiles twice (law 14).
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -223,11 +224,38 @@ def decode(
                 now = carry[1]
                 return busy(carry) & (fastest(now.seen, now.finish == RUNNING, models.sizes, costs) == place)
 
-            carry = jax.lax.while_loop(chosen, functools.partial(step, of_size), carry)
+            several = functools.partial(_plain_tokens, of_size, weights, models.block_size, chosen)
+            carry = jax.lax.while_loop(chosen, several if size == 1 else functools.partial(step, of_size), carry)
         return carry
 
     body = functools.partial(step, models) if costs is None else functools.partial(turn, costs)
     return jax.lax.while_loop(busy, body, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def _plain_tokens(
+    models: Models,
+    weights: Weights,
+    most: int,
+    go_on: Callable[[tuple[Array, DecodeState]], Bool[Array, ""]],
+    carry: tuple[Array, DecodeState],
+) -> tuple[Array, DecodeState]:
+    """Decode up to `most` tokens without drafting; their features go into the draft's context together."""
+    begun = carry[1]
+    shape = (begun.lengths.shape[0], most, models.target.hidden_size * len(models.taps))
+    waiting = sharding.constrain(models.mesh, sharding.ROWS, jnp.zeros(shape, begun.draft[0].keys.dtype))
+
+    def step(inner: tuple[Array, DecodeState, Array]) -> tuple[Array, DecodeState, Array]:
+        done, now, waiting = inner
+        start = anchors(now)
+        judged, features = _judge(models, weights, now, start, start[:, :0])
+        waiting = jax.lax.dynamic_update_slice_in_dim(waiting, features, done - carry[0], axis=1)
+        return done + 1, _spread(models, judged), waiting
+
+    done, state, waiting = jax.lax.while_loop(
+        lambda inner: go_on(inner[:2]) & (inner[0] - carry[0] < most), step, (*carry, waiting)
+    )
+    draft = _extend(models, weights, waiting, state.draft, begun.lengths)
+    return done, _spread(models, state._replace(draft=draft))
 
 
 @functools.partial(jax.jit, static_argnames="models")
@@ -255,12 +283,22 @@ def verify(
     drafts: Int[Array, "b {models.block_size-1}"],
 ) -> DecodeState:
     """Judge the drafts in one pass of the target, and commit what it keeps; features go into the draft's context."""
+    judged, features = _judge(models, weights, state, anchors, drafts)
+    return judged._replace(draft=_extend(models, weights, features, state.draft, state.lengths))
+
+
+def _judge(
+    models: Models,
+    weights: Weights,
+    state: DecodeState,
+    anchors: Int[Array, "b 1"],
+    drafts: Int[Array, "b {models.block_size-1}"],
+) -> tuple[DecodeState, Float[Array, "b {models.block_size} pd"]]:
     block = jnp.concatenate([anchors, drafts], axis=1)
     hidden, features, target = _target(models, weights, block, state.target, state.lengths)
-    draft = _extend(models, weights, features, state.draft, state.lengths)
     judged = masks.positions(state.lengths, models.block_size) + 1
     chosen = choose(_logits(models, weights, hidden), judged, state.policy)
-    return commit(state._replace(target=target, draft=draft), chosen, accepted(chosen, drafts))
+    return commit(state._replace(target=target), chosen, accepted(chosen, drafts)), features
 
 
 def propose(

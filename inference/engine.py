@@ -36,7 +36,7 @@ COLDEST, HOTTEST = 1e-4, 1e4
 BLOCKS_A_LOOK = 64
 BLOCKS_A_LOOK_STREAMING = 4
 # What sizes of blocks cost is measured with so much text before them, so many blocks at a time.
-MEASURED_AT, BLOCKS_MEASURED, ROUNDS = 256, 4, 3
+MEASURED_AT, BLOCKS_MEASURED, ROUNDS = 256, 4, 7
 FINISH_REASONS = {decode.STOPPED: "stop", decode.FULL: "length"}
 
 
@@ -346,22 +346,22 @@ class Engine:
     def _measured(self, models: decode.Models) -> npt.NDArray[np.float32]:
         """Measure the seconds of a block of each size, in turns, in a row that nothing ends."""
         length = max(1, min(MEASURED_AT, self.max_length // 2))
-        seconds = np.full((ROUNDS, len(models.sizes)), np.inf, np.float32)
+        seconds = np.zeros((ROUNDS, len(models.sizes)), np.float32)
         never = self._asked(length, 0, SamplingConfig(max_new_tokens=self.max_length - length))
         never = never._replace(stops=self._device(np.full(decode.MAX_STOPS, -1), np.int32))
+        state, self._state = self._state or self._empty_state(), None  # a row of it runs on: it is not kept
+        row = self._device(0, np.int32)
+        state, hidden = self._read(models, state, row, [0] * length)
         for turn, place in itertools.product(range(ROUNDS), range(len(models.sizes))):
             only = np.where(np.arange(len(models.sizes)) == place, 1, np.inf)
             costs = self._device(only, np.float32)
-            state = self._fill(models, self._state or self._empty_state(), 0, [0] * length, never)
-            self._state = None
-            before = decode.look(models, state).blocks[0].block_until_ready()
+            state = decode.admit(models, self._weights, state, row, hidden, never)
+            decode.look(models, state).blocks.block_until_ready()
             began = time.perf_counter()
             state = self._decode(models, state, BLOCKS_MEASURED, costs)
-            done = decode.look(models, state).blocks[0].block_until_ready()
-            seconds[turn, place] = (time.perf_counter() - began) / max(int(done) - int(before), 1)
-            self._state = state
-        self._state = None  # a row of it still runs
-        return multihost_utils.broadcast_one_to_all(seconds.min(axis=0))
+            done = int(decode.look(models, state).blocks[0])
+            seconds[turn, place] = (time.perf_counter() - began) / done
+        return multihost_utils.broadcast_one_to_all(np.median(seconds, axis=0))
 
     def _admit(
         self,
@@ -373,29 +373,26 @@ class Engine:
     ) -> tuple[decode.DecodeState, _Row]:
         began = time.perf_counter()
         asked = self._asked(len(prompt.tokens), prompt.number, sampling)
-        state = self._fill(models, state, place, prompt.tokens, asked)
+        row = self._device(place, np.int32)
+        state, hidden = self._read(models, state, row, prompt.tokens)
+        state = decode.admit(models, self._weights, state, row, hidden, asked)
         state.finish.block_until_ready()
         now = time.perf_counter()
         return state, _Row(prompt.index, len(prompt.tokens), now - began, now)
 
-    def _fill(
-        self,
-        models: decode.Models,
-        state: decode.DecodeState,
-        place: int,
-        tokens: Sequence[int],
-        asked: decode.Request,
-    ) -> decode.DecodeState:
-        """Read a prompt into a row, and start its answer."""
+    def _read(
+        self, models: decode.Models, state: decode.DecodeState, row: jax.Array, tokens: Sequence[int]
+    ) -> tuple[decode.DecodeState, jax.Array]:
+        """Read a prompt into a row; what `admit` starts its answer from comes back, too."""
         length = len(tokens)
         padded = np.zeros((1, -(-length // self._chunk) * self._chunk), np.int32)
         padded[0, :length] = tokens
-        row, end = self._device(place, np.int32), self._device(length - 1, np.int32)
+        end = self._device(length - 1, np.int32)
         for start in range(0, length, self._chunk):
             chunk = self._device(padded[:, start : start + self._chunk], np.int32)
             at = self._device(start, np.int32)
             state, hidden = decode.prefill(models, self._weights, state, row, chunk, at, end)
-        return decode.admit(models, self._weights, state, row, hidden, asked)
+        return state, hidden
 
     def _asked(self, prompt_length: int, number: int, sampling: SamplingConfig) -> decode.Request:
         stops = np.full(decode.MAX_STOPS, -1, np.int32)
