@@ -42,31 +42,53 @@ def likeliest(logits: Float[Array, "b t v"]) -> Int[Array, "b t"]:
     return jnp.min(jnp.where(logits == highest, tokens, logits.shape[-1] - 1), axis=-1)
 
 
-def filtered(logits: Float[Array, "b t v"], policy: Policy) -> tuple[Float[Array, "b t v"], Int[Array, "b t v"]]:
-    """Return log-probabilities in falling order, -inf where filtered out, and the tokens they belong to.
+def filtered(logits: Float[Array, "b t v"], policy: Policy) -> Float[Array, "b t v"]:
+    """Return log-probabilities, -inf where filtered out.
 
-    Temperature comes first, then top-k, then top-p over what is left, which keeps the token that crosses it.
+    Temperature comes first, then top-k, then top-p over what is left, which keeps the token that crosses it. Tokens
+    as likely as the last one that is kept are kept, too.
     """
     temperature = jnp.where(policy.temperature > 0, policy.temperature, 1.0)[:, None, None]
-    tokens = jnp.argsort(-logits, axis=-1).astype(jnp.int32)
-    scores = jnp.take_along_axis(logits, tokens, axis=-1) / temperature.astype(logits.dtype)
-    ranks = jnp.arange(logits.shape[-1])[None, None]
-    top_k = policy.top_k[:, None, None]
-    scores = jnp.where((top_k == 0) | (ranks < top_k), scores, -jnp.inf)
-    probabilities = jax.nn.softmax(scores, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    scores = logits / temperature.astype(logits.dtype)
+    top_k = jnp.where(policy.top_k > 0, policy.top_k, jnp.inf)
+    scores = _heaviest(scores, jnp.ones_like(scores), top_k)
     # A top_p of 1 keeps all, also where rounding lets the sum reach 1 early.
-    top_p = jnp.where(policy.top_p < 1, policy.top_p, jnp.inf)[:, None, None]
-    return jax.nn.log_softmax(jnp.where(before < top_p, scores, -jnp.inf), axis=-1), tokens
+    top_p = jnp.where(policy.top_p < 1, policy.top_p, jnp.inf)
+    return jax.nn.log_softmax(_heaviest(scores, jax.nn.softmax(scores, axis=-1), top_p), axis=-1)
+
+
+def _heaviest(
+    scores: Float[Array, "b t v"], weights: Float[Array, "b t v"], enough: Float[Array, "b"]
+) -> Float[Array, "b t v"]:
+    """Keep the highest scores that together weigh `enough`, and all where even all of them do not; others are -inf.
+
+    The lowest score that stays is found bit by bit: a sort would take far longer, and many times the memory.
+    """
+    bits = jnp.finfo(scores.dtype).bits
+    whole = jnp.dtype(f"uint{bits}")
+    sign = jnp.asarray(1, whole) << (bits - 1)
+    raw = jax.lax.bitcast_convert_type(scores, whole)
+    ordered = jnp.where(raw >= sign, ~raw, raw | sign)  # as integers these compare as the scores do
+
+    def narrow(i: Array, lowest: Array) -> Array:
+        higher = lowest | (sign >> i.astype(whole))
+        weight = jnp.where(ordered >= higher, weights, 0).sum(axis=-1, keepdims=True)
+        return jnp.where(weight >= enough[:, None, None], higher, lowest)
+
+    def search() -> Float[Array, "b t v"]:
+        lowest = jax.lax.fori_loop(0, bits, narrow, jnp.zeros_like(ordered[..., :1]))
+        return jnp.where(ordered >= lowest, scores, -jnp.inf)
+
+    return jax.lax.cond(jnp.any(enough < jnp.inf), search, lambda: scores)
 
 
 def _sample(logits: Float[Array, "b t v"], positions: Int[Array, "b t"], policy: Policy) -> Int[Array, "b t"]:
-    scores, tokens = filtered(logits, policy)
+    """Take a token by its probability: the likeliest after Gumbel's noise is added to the logarithms."""
 
     def row_key(seed: Array, request: Array) -> Array:
         return jax.random.fold_in(jax.random.key(seed), request)
 
     keys = jax.vmap(row_key)(policy.seed, policy.request)
     keys = jax.vmap(lambda key, spots: jax.vmap(lambda spot: jax.random.fold_in(key, spot))(spots))(keys, positions)
-    ranks = jax.vmap(jax.vmap(jax.random.categorical))(keys, scores)
-    return jnp.take_along_axis(tokens, ranks[..., None], axis=-1)[..., 0]
+    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype)))(keys)
+    return likeliest(filtered(logits, policy) + noise)

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dflash_jax.sampling import Policy, choose, filtered, likeliest
@@ -24,8 +24,8 @@ def policy(temperature=1.0, top_k=0, top_p=1.0, seed=0, request=0, rows=1):
 
 
 def law(**options):
-    scores, tokens = filtered(LOGITS, policy(**options))
-    return {int(t): round(float(p), 6) for t, p in zip(tokens[0, 0], jnp.exp(scores[0, 0]), strict=True) if p > 0}
+    chances = jnp.exp(filtered(LOGITS, policy(**options))[0, 0])
+    return {token: round(float(p), 6) for token, p in enumerate(chances) if p > 0}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,24 @@ def test_filters_leave_the_law_written_down(options, expected):
     found = law(**options)
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, abs=2e-6)
+
+
+@given(
+    values=st.lists(st.sampled_from([-8.0, -1.5, -0.25, 0.0, 1e-30, 2.0, 3.25, 60.0]), min_size=9, max_size=9),
+    temperature=st.sampled_from([0.3, 1.0, 4.0]),
+    top_k=st.integers(0, 10),
+    top_p=st.sampled_from([0.05, 0.31, 0.77, 0.93, 1.0]),
+)
+def test_filters_keep_what_a_sort_would(values, temperature, top_k, top_p):
+    scores = np.asarray(values, np.float32) / np.float32(temperature)
+    kept = scores >= np.sort(scores)[::-1][min(top_k or 9, 9) - 1]
+    weights = np.where(kept, np.exp(scores - scores.max(), dtype=np.float64), 0)
+    weights /= weights.sum()
+    heavier = (weights[None] * (scores[None] > scores[:, None])).sum(axis=1)
+    assume(np.abs(heavier - top_p).min() > 1e-5)
+    kept &= (heavier < top_p) | (top_p == 1)
+    found = filtered(jnp.asarray(values)[None, None], policy(temperature, top_k, top_p))
+    assert (np.asarray(found[0, 0]) > -np.inf).tolist() == kept.tolist()
 
 
 @given(
