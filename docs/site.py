@@ -1,4 +1,4 @@
-"""What `make docs` needs beyond MkDocs: the README as front page, and the files of the repository that pages link to."""
+"""What the site has beyond docs/: the README as its front page, and a page for each file that others link to."""
 
 import os
 import re
@@ -36,6 +36,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Turn links between files of the repository into links between pages of the site."""
     here = Path(page.file.src_uri)
     source = _source(here)
+    if source.suffix != ".md":
+        return markdown
 
     def moved(link: re.Match) -> str:
         target = Path(os.path.normpath(source.parent / link[2]))
