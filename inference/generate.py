@@ -9,14 +9,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from convert import LoadedDraft, LoadedTarget, cli, load_draft, load_target, processes, progress
+from convert import LoadedDraft, LoadedTarget, cli, compile_cache, load_draft, load_target, processes, progress
 from convert.demo_target import find_demo_target
 from convert.load import target_config
 from convert.progress import tell
@@ -70,6 +70,7 @@ def main(argv: Sequence[str]) -> None:
     args = _parser().parse_args(argv)
     sampling = _sampling(args)
     processes.join()
+    compile_cache.keep()
     mesh = _mesh(args)
     asked = _read_prompts(args)
     ckpt, draft = checkpoints(args)
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
             for name, ids in zip(names, encoded, strict=True):
                 with flags_named(name):
                     engine.check_prompt(ids, sampling, name)
-            tell("compiling")
+            compile_cache.tell_compiling()
             engine.warm_up()
             answers = in_order(engine.serve(encoded, sampling, live=not (args.json or args.output), skip=done), done)
             if not processes.first():
@@ -437,5 +438,10 @@ def _memory(mesh: Mesh) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """Run as a command, with the arguments of the process."""
     cli.run(main)
+
+
+if __name__ == "__main__":
+    command()

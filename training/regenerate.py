@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from convert import cli, load_draft, load_target, progress
+from convert import cli, compile_cache, load_draft, load_target, progress
 from convert.demo_target import find_demo_target
 from convert.load import stop_token_ids, target_config
 from convert.progress import tell
@@ -226,6 +226,7 @@ def _own_answers(args: argparse.Namespace, target: str, source: Source, sampling
 
 
 def _engine(args: argparse.Namespace, target: str, source: Source) -> Engine:
+    compile_cache.keep()
     args.dtype, args.batch_size = args.dtype or DTYPES[0], args.batch_size or 8
     mesh = sharding.make_mesh()
     check_memory(args, target_config(source), mesh)
@@ -234,7 +235,7 @@ def _engine(args: argparse.Namespace, target: str, source: Source) -> Engine:
     draft = load_draft(args.draft, args.dtype, place=place, watch=progress.show) if args.draft else None
     with flags_named():
         engine = Engine(own, draft, max_length=args.max_length, batch_size=args.batch_size, mesh=mesh)
-    tell("compiling")
+    compile_cache.tell_compiling()
     engine.warm_up()
     return engine
 
