@@ -23,7 +23,7 @@ from dflash_jax.errors import check, memory_named
 from inference import questions, report, tables
 from inference.engine import Engine, SamplingConfig
 from inference.figures import figures
-from inference.generate import (
+from inference.flags import (
     AUTO,
     TOO_MUCH,
     add_model_flags,

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -66,7 +67,13 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     def pip(*arguments):
         subprocess.run([sys.executable, "-m", "pip", "-q", *map(str, arguments)], check=True)
 
-    pip("wheel", "--no-deps", "-w", tmp_path, ROOT)
+    source = tmp_path / "source"  # a build leaves things behind
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("dflash_jax", "inference", "training", "convert", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip("wheel", "--no-deps", "-w", tmp_path, source)
     [wheel] = tmp_path.glob("*.whl")
     files = zipfile.ZipFile(wheel).namelist()
     assert {f"{name}/py.typed" for name in ("dflash_jax", "inference", "training", "convert")} <= set(files)

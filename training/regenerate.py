@@ -17,7 +17,8 @@ from dflash_jax import sharding
 from dflash_jax.errors import UserError, check, memory_named
 from inference import prompts, results
 from inference.engine import Engine, Generation, SamplingConfig
-from inference.generate import DTYPES, TOO_MUCH, add_sampling_flags, check_memory, flags_named, in_order, whole
+from inference.flags import DTYPES, TOO_MUCH, add_sampling_flags, check_memory, flags_named, whole
+from inference.generate import in_order
 from training import conversations
 from training.completions import Completions
 from training.endpoint import KEY, Endpoint
