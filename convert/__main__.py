@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -96,5 +96,10 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """Run as a command, with the arguments of the process."""
     run(main)
+
+
+if __name__ == "__main__":
+    command()

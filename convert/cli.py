@@ -11,18 +11,32 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+import shtab
+
+import dflash_jax
 from dflash_jax.errors import UserError, check
 
+# How the commands are called where the package is installed; `python -m` calls them by their modules.
+INSTALLED = "dflash-"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that shows an example below its help, and whose errors are one line."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+    def __init__(self, prog: str, **settings: Any) -> None:
+        called = Path(sys.argv[0]).name
+        is_command = prog.startswith("python -m ")  # and no part of one
+        is_installed = is_command and called.startswith(INSTALLED)
+        prog = called if is_installed else prog
+        super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+        if is_command:
+            self.add_argument("--version", action="version", version=f"dflash-jax {dflash_jax.__version__}")
+        if is_installed:
+            shtab.add_argument_to(self, help="print what makes this shell complete the command, and end")
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's complaint as a `UserError`, which `run` prints."""

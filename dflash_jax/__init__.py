@@ -1,1 +1,3 @@
 """DFlash, block-diffusion speculative decoding: models and algorithms as pure functions of arrays."""
+
+__version__ = "0.1.0"

@@ -8,12 +8,12 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
 
-from convert import LoadedDraft, LoadedTarget, cli, processes, progress
+from convert import LoadedDraft, LoadedTarget, cli, compile_cache, processes, progress
 from convert.files import new_file, write_json
 from convert.load import target_config
 from convert.progress import tell
@@ -23,7 +23,7 @@ from dflash_jax.errors import check, memory_named
 from inference import questions, report, tables
 from inference.engine import Engine, SamplingConfig
 from inference.figures import figures
-from inference.generate import (
+from inference.flags import (
     AUTO,
     TOO_MUCH,
     add_model_flags,
@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> None:
     _check(args)
     samplings = {temperature: _sampling(args, temperature) for temperature in args.temperature}
     processes.join()
+    compile_cache.keep()
     with flags_named():
         mesh = sharding.make_mesh(**args.mesh)
     ckpt, draft = checkpoints(args)
@@ -248,5 +249,10 @@ def _cpu() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """Run as a command, with the arguments of the process."""
     cli.run(main)
+
+
+if __name__ == "__main__":
+    command()

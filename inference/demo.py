@@ -4,8 +4,9 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from convert import cli, load_draft, load_target, load_tokenizer, progress
+from convert import cli, compile_cache, load_draft, load_target, load_tokenizer, progress
 from convert.demo_target import find_demo_target
 from convert.progress import tell
 from inference import prompts
@@ -79,12 +80,13 @@ def run(questions: Sequence[str], sampling: SamplingConfig) -> None:
     Raises:
         UserError: the demo's target is not installed.
     """
+    compile_cache.keep()
     ckpt = str(find_demo_target())
     tokenizer = load_tokenizer(ckpt)
     encoded = [prompts.encode(prompts.from_text(question, "question"), tokenizer) for question in questions]
     target = load_target(ckpt, "float32", watch=progress.show)
     engine = Engine(target, load_draft(str(DEMO_DRAFT), "float32", watch=progress.show), max_length=512)
-    tell("compiling")
+    compile_cache.tell_compiling()
     engine.warm_up(speculate=True)
     engine.warm_up(speculate=False)
     colours = has_colours(sys.stdout)
@@ -148,5 +150,10 @@ def _followed(
     return generation
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """Run as a command, with the arguments of the process."""
     cli.run(main)
+
+
+if __name__ == "__main__":
+    command()

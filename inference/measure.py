@@ -9,7 +9,7 @@ from convert.progress import Watch, quiet, tell
 from dflash_jax.errors import UserError
 from inference import prompts
 from inference.engine import Engine, Generation, SamplingConfig
-from inference.generate import flags_named
+from inference.flags import flags_named
 from inference.prompts import Prompt
 from inference.questions import Question
 from inference.text import text_of

@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.block_sizes import FIRST_CHANCE, FIRST_TRIES, KEPT, KEPT_IDLE, Acceptance, candidates, expected, fastest, observe
+from inference.block_sizes import (
+    FIRST_CHANCE,
+    FIRST_TRIES,
+    KEPT,
+    KEPT_IDLE,
+    Acceptance,
+    candidates,
+    expected,
+    fastest,
+    observe,
+)
 
 RUNS = jnp.asarray([True])
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert import LoadedDraft, LoadedTarget, cli, load_draft, load_target, progress
+from convert import LoadedDraft, LoadedTarget, cli, compile_cache, load_draft, load_target, progress
 from convert.demo_target import find_demo_target
 from convert.load import target_config
 from convert.sources import open_source
@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: whatever the user got wrong, in one line.
     """
     args = _parser().parse_args(argv)
+    compile_cache.keep()
     prepared = open_prepared(args.data)
     name = args.target or str(find_demo_target("--target"))
     source = open_source(name)

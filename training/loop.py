@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from convert import processes
+from convert import compile_cache, processes
 from convert.progress import tell
 from dflash_jax import sharding
 from dflash_jax.anchors import Anchors, candidates, draw
@@ -73,7 +73,7 @@ class Loop:
         if position is not None:
             batches.set_state(position)
             tell(f"going on after step {first}")
-        tell("compiling")
+        compile_cache.tell_compiling()
         seed = sharding.put(task.mesh, sharding.WHOLE, np.uint32(config.seed))
         example = data.in_order(self._grounds.rows, 0, config.train.batch_size, task.mesh)
         take = train_step.lower(task, target, state, *self._inputs(example, seed)).compile()

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from convert import cli, load_draft, load_target, progress
+from convert import cli, compile_cache, load_draft, load_target, progress
 from convert.demo_target import find_demo_target
 from convert.load import stop_token_ids, target_config
 from convert.progress import tell
@@ -17,7 +17,8 @@ from dflash_jax import sharding
 from dflash_jax.errors import UserError, check, memory_named
 from inference import prompts, results
 from inference.engine import Engine, Generation, SamplingConfig
-from inference.generate import DTYPES, TOO_MUCH, add_sampling_flags, check_memory, flags_named, in_order, whole
+from inference.flags import DTYPES, TOO_MUCH, add_sampling_flags, check_memory, flags_named, whole
+from inference.generate import in_order
 from training import conversations
 from training.completions import Completions
 from training.endpoint import KEY, Endpoint
@@ -226,6 +227,7 @@ def _own_answers(args: argparse.Namespace, target: str, source: Source, sampling
 
 
 def _engine(args: argparse.Namespace, target: str, source: Source) -> Engine:
+    compile_cache.keep()
     args.dtype, args.batch_size = args.dtype or DTYPES[0], args.batch_size or 8
     mesh = sharding.make_mesh()
     check_memory(args, target_config(source), mesh)
@@ -234,7 +236,7 @@ def _engine(args: argparse.Namespace, target: str, source: Source) -> Engine:
     draft = load_draft(args.draft, args.dtype, place=place, watch=progress.show) if args.draft else None
     with flags_named():
         engine = Engine(own, draft, max_length=args.max_length, batch_size=args.batch_size, mesh=mesh)
-    tell("compiling")
+    compile_cache.tell_compiling()
     engine.warm_up()
     return engine
 

@@ -5,8 +5,9 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from convert import cli, processes
+from convert import cli, compile_cache, processes
 from dflash_jax.errors import check
 from training import flags, machines, plan
 from training.config import RunConfig
@@ -40,13 +41,14 @@ def main(argv: Sequence[str]) -> None:
     check(not args.json, "--json: only with --plan MACHINE")
     check(args.data is not None, "--data: not given; a directory that `python -m training.prepare` wrote is right")
     processes.join()
+    compile_cache.keep()
     train(config, Path(args.data), Path(args.output or f"runs/{config.preset}"))
 
 
 def _parser(preset: RunConfig | None) -> cli.Parser:
     parser = cli.Parser(
         prog="python -m training.run",
-        usage="python -m training.run PRESET --data DIR [--output DIR] [--section.field value …]",
+        usage="%(prog)s PRESET --data DIR [--output DIR] [--section.field value …]",
         description="Train a DFlash draft for a target, from rows that training.prepare wrote.",
         epilog=EXAMPLE,
     )
@@ -78,5 +80,10 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return flags.override(PRESETS[args.preset], args)
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """Run as a command, with the arguments of the process."""
     cli.run(main)
+
+
+if __name__ == "__main__":
+    command()
