@@ -1,7 +1,7 @@
 """Decode with your own way to choose tokens, here min-p: `python examples/own_sampling.py --help`.
 
-The engine chooses greedily, or by temperature, top-k and top-p. Any other rule will do, if a choice depends on the logits
-that judge it and on its position alone, random key included: then the draft changes the speed, and no token.
+The engine chooses greedily, or by temperature, top-k and top-p. Any other rule will do, if a choice depends on the
+logits that judge it and on its position alone, random key included: then the draft changes the speed, and no token.
 """
 
 import functools
@@ -17,6 +17,7 @@ from convert import cli, compile_cache, load_draft, load_target, load_tokenizer,
 from convert.demo_target import find_demo_target
 from dflash_jax import masks, sharding
 from dflash_jax.acceptance import accepted, emission
+from dflash_jax.attention import PIECE
 from dflash_jax.config import check_pair
 from dflash_jax.draft import Draft
 from dflash_jax.errors import check
@@ -89,6 +90,7 @@ def answer(
 ) -> tuple[list[int], int]:
     """Answer a prompt of token ids with up to `new_tokens` of them; return those, and the number of blocks."""
     rows = len(prompt) + new_tokens + models.block_size  # a whole block may be written at the last position
+    rows = -(-rows // PIECE) * PIECE  # attention reads whole pieces
     row, length = jnp.int32(0), len(prompt)
     request = Request(
         prompt_length=jnp.int32(length),

@@ -18,8 +18,8 @@ Flags that are not listed go to training.run, after those of a run that takes a 
 --draft.mask-token-id is one of them. A draft should learn what the target itself says: `python -m training.regenerate`
 has it answer the chats anew.
 """
-# A few short rows and steps; all else is as the preset `tiny` has it.
-SHORT = ("--train.length", "128", "--train.anchors", "32", "--train.steps", "40", "--train.batch-size", "4")
+# A few short rows and steps, on one device; all else is as the preset `tiny` has it.
+SHORT = ("--train.length=128", "--train.anchors=32", "--train.batch-size=4", "--train.steps=40", "--mesh.fsdp=1")
 
 
 def chats(count: int) -> list[dict[str, list[dict[str, str]]]]:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
         output = Path(args.output or directory)
         data = Path(args.chats or f"{directory}/chats.jsonl")
         if not args.chats:
-            data.write_text("".join(json.dumps(chat) + "\n" for chat in chats(120)))
+            data.write_text("".join(json.dumps(chat) + "\n" for chat in chats(60)))
         draft = train(data, target, output, [*SHORT, *others])
         prompt = ["--prompt", args.prompt, "--max-new-tokens", "40", "--max-length", "512"]
         generate.main(["--ckpt", target, "--draft", str(draft), *prompt])
