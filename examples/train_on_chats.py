@@ -14,7 +14,7 @@ EXAMPLE = """\
 example:
   python examples/train_on_chats.py chats.jsonl --output my-draft --train.steps 200
 
-Flags that are not listed go to training.run, after those of a run that takes a minute or two. With another target,
+Flags that are not listed go to training.run, after those of a run that takes a few minutes. With another target,
 --draft.mask-token-id is one of them. A draft should learn what the target itself says: `python -m training.regenerate`
 has it answer the chats anew.
 """

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = json.loads((EXAMPLES / "colab.ipynb").read_text())
 # The tiny pair's draft taps one layer, and its mask is no token of its tokenizer.
-TINY = ["--train.steps", "2", "--draft.taps", "1", "--draft.mask-token-id", str(pair.MASK)]
+TINY = ["--train.steps", "2", "--draft.layers", "1", "--draft.taps", "1", "--draft.mask-token-id", str(pair.MASK)]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,8 @@ def target(tmp_path_factory):
 @functools.cache
 def load(name):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
