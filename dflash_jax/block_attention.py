@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax import running_softmax, sharding
+from dflash_jax import attention_kernel, running_softmax, sharding
 from dflash_jax.layers import EXACT
 from dflash_jax.running_softmax import Mix, Segment
 
@@ -66,6 +66,60 @@ def _attend(queries: Array, keys: Array, values: Array, spans: Spans, own: Own |
 
 
 def _forward(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, Any]:
+    arguments = queries, keys, values, spans, own
+    if attention_kernel.suits(queries, keys, _tile_size(queries, own)):
+        mixed, logs = jax.lax.platform_dependent(*arguments, tpu=_by_kernel, default=_by_tiles)
+    else:
+        mixed, logs = _by_tiles(*arguments)
+    return _joined(mixed, queries.shape[2]), (*arguments, mixed, logs)
+
+
+def _backward(residuals: Any, cotangent: Float[Array, "b n q h"]) -> tuple[Array, Array, Array, None, Own | None]:
+    queries, keys, _, _, own, *_ = residuals
+    if attention_kernel.suits(queries, keys, _tile_size(queries, own)):
+        d_queries, d_keys, d_values, *d_own = jax.lax.platform_dependent(
+            *residuals, cotangent, tpu=_gradients_by_kernel, default=_gradients_by_tiles
+        )
+    else:
+        d_queries, d_keys, d_values, *d_own = _gradients_by_tiles(*residuals, cotangent)
+    mine = own._replace(keys=d_own[0], values=d_own[1], within=None) if own else None
+    return d_queries, d_keys, d_values, None, mine
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _by_kernel(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, Array]:
+    return attention_kernel.forward(_whole(queries, keys, values, spans, own), _tile_size(queries, own))
+
+
+def _gradients_by_kernel(
+    queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None, mixed: Array, logs: Array, cotangent: Array
+) -> tuple[Array, ...]:
+    size, q, s = _tile_size(queries, own), queries.shape[2], keys.shape[2]
+    cotangent = _padded(cotangent, size)
+    inner = (_cut(cotangent, size).astype(logs.dtype) * mixed.astype(logs.dtype)).sum(axis=-1).reshape(logs.shape)
+    inputs = _whole(queries, keys, values, spans, own)
+    d_queries, d_keys, d_values, *d_own = attention_kernel.backward(inputs, size, cotangent, logs, inner)
+    return d_queries[:, :, :q], d_keys[:, :, :s], d_values[:, :, :s], *(part[:, :, :q] for part in d_own)
+
+
+def _whole(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> attention_kernel.Inputs:
+    """Fill everything up to whole tiles and pieces, for the kernels; what fills up sees nothing."""
+    size = _tile_size(queries, own)
+    piece = attention_kernel.piece_size(queries, keys, size)
+    mask = _block_diagonal(own, size)
+    return attention_kernel.Inputs(
+        _padded(queries, size),
+        _padded(keys, piece),
+        _padded(values, piece),
+        *(_padded(edge[:, None, :, None], size)[:, 0, :, 0] for edge in spans),
+        *((_padded(own.keys, size), _padded(own.values, size)) if own else (None, None)),
+        None if mask is None else mask[0],
+    )
+
+
+def _by_tiles(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, Array]:
     context = _padded(keys, KEYS), _padded(values, KEYS)
     mask = _block_diagonal(own, _tile_size(queries, own))
 
@@ -83,12 +137,12 @@ def _forward(queries: Array, keys: Array, values: Array, spans: Spans, own: Own 
         mixed = (mix.values / weights).astype(queries.dtype).reshape(tile.queries.shape)
         return None, (mixed, mix.highest + jnp.log(weights))
 
-    _, (mixed, logs) = jax.lax.scan(attend, None, _tiles(queries, spans, own))
-    return _joined(mixed, queries.shape[2]), (queries, keys, values, spans, own, mixed, logs)
+    return jax.lax.scan(attend, None, _tiles(queries, spans, own))[1]
 
 
-def _backward(residuals: Any, cotangent: Float[Array, "b n q h"]) -> tuple[Array, Array, Array, None, Own | None]:
-    queries, keys, values, spans, own, mixed, logs = residuals
+def _gradients_by_tiles(
+    queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None, mixed: Array, logs: Array, cotangent: Array
+) -> tuple[Array, ...]:
     context = _padded(keys, KEYS), _padded(values, KEYS)
     mask = _block_diagonal(own, _tile_size(queries, own))
     wide = logs.dtype
@@ -120,12 +174,8 @@ def _backward(residuals: Any, cotangent: Float[Array, "b n q h"]) -> tuple[Array
         _joined(d_queries, q),
         d_keys[:, :, :s].astype(keys.dtype),
         d_values[:, :, :s].astype(values.dtype),
-        None,
-        own._replace(keys=_joined(d_own[0], q), values=_joined(d_own[1], q), within=None) if own else None,
+        *(_joined(part, q) for part in d_own),
     )
-
-
-_attend.defvjp(_forward, _backward)
 
 
 def _segment_gradients(
