@@ -204,9 +204,9 @@ def _works(inputs: Inputs, at: _Sizes) -> _Works:
     first = jnp.minimum(first, last)  # a tile that sees nothing: 0, 0
     counts = jnp.maximum(last - first, 1)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    most = at.b * at.tiles * at.pieces
-    tiles = jnp.repeat(jnp.arange(at.b * at.tiles, dtype=jnp.int32), counts, total_repeat_length=most)
-    pieces = jnp.arange(most, dtype=jnp.int32) - (ends - counts - first)[tiles]
+    works = jnp.arange(at.b * at.tiles * at.pieces, dtype=jnp.int32)
+    tiles = (works[:, None] >= ends[None]).sum(axis=1, dtype=jnp.int32)  # past the count: one more than there are
+    pieces = works - (ends - counts - first)[jnp.minimum(tiles, at.b * at.tiles - 1)]
     return _Works(tiles, pieces, first, last, ends[-1])
 
 
