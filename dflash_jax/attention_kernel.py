@@ -106,16 +106,16 @@ def forward(inputs: Inputs, size: int, *, interpret: bool = False) -> tuple[Arra
     """Attend in tiles of `size` queries.
 
     Returns:
-        What is mixed, [tiles, b, n, q, h], and the logarithm of all weights, [tiles, b, k, m, 1], in float32.
+        What is mixed, [b, n, q, h], and the logarithm of all weights, [tiles, b, k, m, 1], in float32.
     """
     at = _sizes(inputs, size)
     outputs = [
-        _by_tile(at, _shape((at.tiles, at.b, at.k, at.group, size, at.h), inputs.queries.dtype)),
+        _queries(at, _shape(inputs.queries.shape, inputs.queries.dtype)),
         _by_tile(at, _shape((at.tiles, at.b, at.k, 1, at.line), WIDE)),
     ]
     scratch = (1, at.line), (1, at.line), (at.h, at.line)
     mixed, logs = _call(_forward_work, inputs, at, [], outputs, scratch, interpret)
-    return mixed.reshape(at.tiles, at.b, -1, size, at.h), logs.reshape(*logs.shape[:3], at.line, 1)
+    return mixed.reshape(inputs.queries.shape), logs.reshape(*logs.shape[:3], at.line, 1)
 
 
 def backward(

@@ -71,7 +71,7 @@ def _forward(queries: Array, keys: Array, values: Array, spans: Spans, own: Own 
         mixed, logs = jax.lax.platform_dependent(*arguments, tpu=_by_kernel, default=_by_tiles)
     else:
         mixed, logs = _by_tiles(*arguments)
-    return _joined(mixed, queries.shape[2]), (*arguments, mixed, logs)
+    return mixed, (*arguments, mixed, logs)
 
 
 def _backward(residuals: Any, cotangent: Float[Array, "b n q h"]) -> tuple[Array, Array, Array, None, Own | None]:
@@ -90,17 +90,18 @@ _attend.defvjp(_forward, _backward)
 
 
 def _by_kernel(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, Array]:
-    return attention_kernel.forward(_whole(queries, keys, values, spans, own), _tile_size(queries, own))
+    mixed, logs = attention_kernel.forward(_whole(queries, keys, values, spans, own), _tile_size(queries, own))
+    return mixed[:, :, : queries.shape[2]], logs
 
 
 def _gradients_by_kernel(
     queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None, mixed: Array, logs: Array, cotangent: Array
 ) -> tuple[Array, ...]:
     size, q, s = _tile_size(queries, own), queries.shape[2], keys.shape[2]
-    cotangent = _padded(cotangent, size)
-    inner = (_cut(cotangent, size).astype(logs.dtype) * mixed.astype(logs.dtype)).sum(axis=-1).reshape(logs.shape)
+    inner = (cotangent.astype(logs.dtype) * mixed.astype(logs.dtype)).sum(axis=-1, keepdims=True)
+    lines = _cut(inner, size).reshape(logs.shape)
     inputs = _whole(queries, keys, values, spans, own)
-    d_queries, d_keys, d_values, *d_own = attention_kernel.backward(inputs, size, cotangent, logs, inner)
+    d_queries, d_keys, d_values, *d_own = attention_kernel.backward(inputs, size, _padded(cotangent, size), logs, lines)
     return d_queries[:, :, :q], d_keys[:, :, :s], d_values[:, :, :s], *(part[:, :, :q] for part in d_own)
 
 
@@ -137,7 +138,8 @@ def _by_tiles(queries: Array, keys: Array, values: Array, spans: Spans, own: Own
         mixed = (mix.values / weights).astype(queries.dtype).reshape(tile.queries.shape)
         return None, (mixed, mix.highest + jnp.log(weights))
 
-    return jax.lax.scan(attend, None, _tiles(queries, spans, own))[1]
+    _, (mixed, logs) = jax.lax.scan(attend, None, _tiles(queries, spans, own))
+    return _joined(mixed, queries.shape[2]), logs
 
 
 def _gradients_by_tiles(
@@ -167,7 +169,8 @@ def _gradients_by_tiles(
         return tuple(rest), (d_queries, *(part.astype(keys.dtype) for part in (d_own[0][1:] if d_own else ())))
 
     zeros = tuple(jnp.zeros(x.shape, wide) for x in context)
-    parts = _tiles(queries, spans, own), _cut(cotangent, _tile_size(queries, own)), mixed, logs
+    size = _tile_size(queries, own)
+    parts = _tiles(queries, spans, own), _cut(cotangent, size), _cut(mixed, size), logs
     (d_keys, d_values), (d_queries, *d_own) = jax.lax.scan(attend, zeros, parts)
     s, q = keys.shape[2], queries.shape[2]
     return (
