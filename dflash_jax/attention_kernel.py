@@ -21,14 +21,16 @@ from dflash_jax.layers import EXACT
 SCORES, KEYS = 2**19, 512
 # What a kernel may take of a core's memory, 64 MiB on a TPU v5p, and what a row's gradients may take of that.
 MEMORY, GRADIENTS = 56 * 2**20, 32 * 2**20
+# Rows of bfloat16, and numbers of a line, that lie together.
+SUBLANES, LANES = 16, 128
 WIDE = jnp.float32
 LOWEST, LEAST = np.finfo(WIDE).min.item(), np.finfo(WIDE).tiny.item()
 
 
 class Inputs(NamedTuple):
-    """Queries in whole tiles, and what they see: of the context first ≤ row < last, and of their tile's own keys.
+    """Queries in whole tiles, the context in whole pieces, and what is seen of it: first ≤ row < last.
 
-    The mask says which query of a tile, down, sees which of its own keys. Where there are none, the last three are None.
+    Own keys, where there are, are cut as queries are; the mask says which query of a tile, down, sees which of them.
     """
 
     queries: Float[Array, "b n q h"]
@@ -42,16 +44,15 @@ class Inputs(NamedTuple):
 
 
 class _Works(NamedTuple):
-    """Each work's tile and piece, tile by tile; for each tile its first piece and the one after its last; how many works.
+    """Each work's tile and piece, tile by tile, and each tile's first piece and the one after its last.
 
     Tiles are counted through all rows of the batch. One that sees nothing of the context has a work all the same.
     """
 
-    tiles: Int[Array, "w"]
-    pieces: Int[Array, "w"]
-    first: Int[Array, "u"]
-    last: Int[Array, "u"]
-    count: Int[Array, ""]
+    tiles: Any
+    pieces: Any
+    first: Any
+    last: Any
 
 
 class _Sizes(NamedTuple):
@@ -73,7 +74,7 @@ class _Sizes(NamedTuple):
 
 
 class _Array(NamedTuple):
-    """Something that a kernel reads or writes: an array or its shape, the part that a work sees, and which one it is."""
+    """What a kernel reads or writes: an array, or its shape; the part that a work needs of it, and which one."""
 
     whole: Any
     part: tuple[int | None, ...]
@@ -90,8 +91,8 @@ def suits(queries: Any, keys: Any, size: int) -> bool:
     return (
         queries.dtype == keys.dtype
         and queries.dtype in (jnp.bfloat16, jnp.float32)
-        and h % 128 == 0
-        and size % 16 == 0
+        and h % LANES == 0
+        and size % SUBLANES == 0
         and piece_size(queries, keys, size) > 0
         and keys.shape[2] * h * (8 + 4 * width) <= GRADIENTS
     )
@@ -99,11 +100,16 @@ def suits(queries: Any, keys: Any, size: int) -> bool:
 
 def piece_size(queries: Any, keys: Any, size: int) -> int:
     """Return how many context rows make a piece."""
-    return min(KEYS, SCORES // (queries.shape[1] // keys.shape[1] * size) // 128 * 128)
+    return min(KEYS, SCORES // (queries.shape[1] // keys.shape[1] * size) // LANES * LANES)
 
 
 def forward(inputs: Inputs, size: int, *, interpret: bool = False) -> tuple[Array, Array]:
-    """Attend in tiles of `size` queries.
+    """Attend.
+
+    Args:
+        inputs: whole tiles and pieces.
+        size: queries of a tile.
+        interpret: run without a TPU, slowly.
 
     Returns:
         What is mixed, [b, n, q, h], and the logarithm of all weights, [tiles, b, k, m, 1], in float32.
@@ -130,11 +136,12 @@ def backward(
     """Return what queries, keys and values get, and then own keys and values where there are.
 
     Args:
-        inputs: as for `forward`.
-        size: as for `forward`.
+        inputs: whole tiles and pieces.
+        size: queries of a tile.
         cotangent: what the mixed values get.
         logs: as `forward` returns them.
         inner: each query's product of what it mixed and the cotangent.
+        interpret: run without a TPU, slowly.
     """
     at = _sizes(inputs, size)
     others = [_queries(at, cotangent), *(_by_tile(at, x.reshape(*x.shape[:3], 1, at.line)) for x in (logs, inner))]
@@ -158,7 +165,7 @@ def _call(
     interpret: bool,
 ) -> Any:
     """Run a kernel's works, for one key head after the other."""
-    *works, count = _works(inputs, at)
+    works, count = _works(inputs, at)
     arrays = _arrays(inputs, at) + others
     return pl.pallas_call(
         functools.partial(kernel, at, inputs.mask is not None),
@@ -170,9 +177,7 @@ def _call(
             scratch_shapes=[pltpu.VMEM(shape, WIDE) for shape in scratch],
         ),
         out_shape=[array.whole for array in outputs],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MEMORY
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MEMORY),
         cost_estimate=_cost(at, arrays + outputs, 2 if kernel is _forward_work else 5, inputs.mask is not None),
         interpret=interpret,
         name=f"attention{kernel.__name__}",
@@ -197,7 +202,8 @@ def _sizes(inputs: Inputs, size: int) -> _Sizes:
     return _Sizes(b, k, n // k, q // size, size, s // piece, piece, h)
 
 
-def _works(inputs: Inputs, at: _Sizes) -> _Works:
+def _works(inputs: Inputs, at: _Sizes) -> tuple[_Works, Array]:
+    """Return room for all works that there could be, and how many there are."""
     sees = inputs.first < inputs.last
     first = jnp.where(sees, inputs.first, np.iinfo(np.int32).max).reshape(-1, at.size).min(axis=1) // at.piece
     last = -(-jnp.where(sees, inputs.last, 0).reshape(-1, at.size).max(axis=1) // at.piece)
@@ -207,7 +213,7 @@ def _works(inputs: Inputs, at: _Sizes) -> _Works:
     works = jnp.arange(at.b * at.tiles * at.pieces, dtype=jnp.int32)
     tiles = (works[:, None] >= ends[None]).sum(axis=1, dtype=jnp.int32)  # past the count: one more than there are
     pieces = works - (ends - counts - first)[jnp.minimum(tiles, at.b * at.tiles - 1)]
-    return _Works(tiles, pieces, first, last, ends[-1])
+    return _Works(tiles, pieces, first, last), ends[-1]
 
 
 def _arrays(inputs: Inputs, at: _Sizes) -> list[_Array]:
@@ -219,15 +225,16 @@ def _arrays(inputs: Inputs, at: _Sizes) -> list[_Array]:
 
         return _Array(array, (None, None, at.piece, at.h), index)
 
-    spans = jnp.stack([inputs.first, inputs.last], axis=1).reshape(at.b, 2, at.tiles, at.size)
-    spans = jnp.tile(spans.transpose(2, 0, 1, 3), (1, 1, 1, at.group))
+    def spans(k: Any, work: Any, tiles: Any, *_: Any) -> Any:  # noqa: ARG001
+        return _spot(at, tiles[work]), _row(at, tiles[work]), 0, 0
+
+    edges = jnp.stack([inputs.first, inputs.last], axis=1).reshape(at.b, 2, at.tiles, at.size)
+    lines = jnp.tile(edges.transpose(2, 0, 1, 3), (1, 1, 1, at.group))
     arrays = [
         _queries(at, inputs.queries),
         piece(inputs.keys),
         piece(inputs.values),
-        _Array(
-            spans, (None, None, 2, at.line), lambda k, work, tiles, *_: (_spot(at, tiles[work]), _row(at, tiles[work]), 0, 0)
-        ),
+        _Array(lines, (None, None, 2, at.line), spans),
     ]
     if inputs.mask is None:
         return arrays
@@ -336,7 +343,7 @@ def _backward_work(at: _Sizes, has_own: bool, *refs: Any) -> None:
     work = _Work(at, *refs[:4])
     queries, keys, values, spans, *rest = refs[4:]
     own, rest = (rest[:3], rest[3:]) if has_own else ([], rest)
-    cotangent, logs, inner, d_queries, d_keys, d_values, *d_own = rest[: -3]
+    cotangent, logs, inner, d_queries, d_keys, d_values, *d_own = rest[:-3]
     query_sums, key_sums, value_sums = rest[-3:]
 
     def gradients(keys: Any, values: Any, visible: Any) -> tuple[Array, Array]:
@@ -366,7 +373,9 @@ def _backward_work(at: _Sizes, has_own: bool, *refs: Any) -> None:
     @pl.when(work.sees)
     def _() -> None:
         rows = pl.ds(pl.multiple_of(work.piece * at.piece, at.piece), at.piece)
-        for total, gradient in zip((key_sums, value_sums), gradients(keys, values, _visible(at, work, spans)), strict=True):
+        for total, gradient in zip(
+            (key_sums, value_sums), gradients(keys, values, _visible(at, work, spans)), strict=True
+        ):
             total[rows, :] += gradient
 
     @pl.when(work.ends)
@@ -393,4 +402,6 @@ def _scores(at: _Sizes, keys: Array, queries: Any) -> Array:
 def _product(one: Array, other: Array, axis: int, its: int) -> Array:
     """Multiply matrices along an axis of each, as exactly as their dtype is."""
     precision = EXACT if one.dtype == WIDE else None
-    return jax.lax.dot_general(one, other, (((axis,), (its,)), ((), ())), precision=precision, preferred_element_type=WIDE)
+    return jax.lax.dot_general(
+        one, other, (((axis,), (its,)), ((), ())), precision=precision, preferred_element_type=WIDE
+    )
