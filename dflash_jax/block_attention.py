@@ -95,8 +95,8 @@ def _backward(
     else:
         found = _gradients_by_tiles(residuals, cotangent)
     d_queries, d_keys, d_values, *d_own = found
-    nothing: Any = None
-    return d_queries, d_keys, d_values, None, Own(*d_own, within=nothing) if d_own else None
+    no_gradient: Any = None
+    return d_queries, d_keys, d_values, None, Own(d_own[0], d_own[1], no_gradient) if d_own else None
 
 
 _attend.defvjp(_forward, _backward)

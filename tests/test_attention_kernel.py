@@ -130,20 +130,18 @@ def test_blocks_of_documents_are_as_by_tiles(data):
 def by_tiles(arrays, spans, own, weights):
     """Return what is mixed and the logarithms, and gradients, in plain tiles."""
     with small_tiles():
-        found = block_attention._by_tiles(*arrays, spans, own)
-        return found, block_attention._gradients_by_tiles(
-            block_attention._Residuals(*arrays, spans, own, *found), weights
-        )
+        attended: Any = *arrays, spans, own
+        found: Any = block_attention._by_tiles(*attended)
+        return found, block_attention._gradients_by_tiles(block_attention._Residuals(*attended, *found), weights)
 
 
 @jax.jit
 def by_kernel(arrays, spans, own, found, weights):
     """Return the same by the kernels, gradients from what plain tiles found."""
     with small_tiles():
-        ours = block_attention._by_kernel(*arrays, spans, own)
-        return ours, block_attention._gradients_by_kernel(
-            block_attention._Residuals(*arrays, spans, own, *found), weights
-        )
+        attended: Any = *arrays, spans, own
+        ours = block_attention._by_kernel(*attended)
+        return ours, block_attention._gradients_by_kernel(block_attention._Residuals(*attended, *found), weights)
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -169,9 +167,11 @@ def test_works_are_tiles_by_the_pieces_that_they_see():
         [[8, 12], [0, 12], [1, 2], [2, 3]],
     ]  # two queries a tile, four rows a piece
     first, last = jnp.moveaxis(jnp.asarray(edges, jnp.int32), 2, 0)
-    arrays = jnp.zeros((2, 1, 4, 8)), *[jnp.zeros((2, 1, 12, 8))] * 2
+    queries, keys = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 1, 12, 8))
     at = attention_kernel._Sizes(b=2, k=1, group=1, tiles=2, size=2, pieces=3, piece=4, h=8)
-    works, count = attention_kernel._works(attention_kernel.Inputs(*arrays, first, last, None, None, None), at)
+    works, count = attention_kernel._works(
+        attention_kernel.Inputs(queries, keys, keys, first, last, None, None, None), at
+    )
     assert works.first.tolist() == [0, 1, 0, 0]
     assert works.last.tolist() == [1, 3, 3, 1]
     assert count == 7
