@@ -4,6 +4,7 @@ It is cut into tiles under a running softmax, forward and backward: no temporary
 pieces of the context that no query of a tile sees are never read.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax import running_softmax, sharding
+from dflash_jax import attention_kernel, running_softmax, sharding
 from dflash_jax.layers import EXACT
 from dflash_jax.running_softmax import Mix, Segment
 
@@ -42,6 +43,18 @@ class _Tile(NamedTuple):
     own: tuple[Float[Array, "b k q h"], Float[Array, "b k q h"]] | None
 
 
+class _Residuals(NamedTuple):
+    """What the backward pass needs: what was attended, what came of it, and the logarithm of all weights."""
+
+    queries: Float[Array, "b n q h"]
+    keys: Float[Array, "b k s h"]
+    values: Float[Array, "b k s h"]
+    spans: Spans
+    own: Own | None
+    mixed: Float[Array, "b n q h"]
+    logs: Float[Array, "tiles b k m 1"]
+
+
 def attend_spans(
     queries: Float[Array, "b n q h"],
     keys: Float[Array, "b k s h"],
@@ -65,7 +78,64 @@ def _attend(queries: Array, keys: Array, values: Array, spans: Spans, own: Own |
     return _forward(queries, keys, values, spans, own)[0]
 
 
-def _forward(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, Any]:
+def _forward(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, _Residuals]:
+    arguments = queries, keys, values, spans, own
+    if attention_kernel.suits(queries, keys, _tile_size(queries, own)):
+        mixed, logs = jax.lax.platform_dependent(*arguments, tpu=_by_kernel, default=_by_tiles)
+    else:
+        mixed, logs = _by_tiles(*arguments)
+    return mixed, _Residuals(*arguments, mixed, logs)
+
+
+def _backward(
+    residuals: _Residuals, cotangent: Float[Array, "b n q h"]
+) -> tuple[Array, Array, Array, None, Own | None]:
+    if attention_kernel.suits(residuals.queries, residuals.keys, _tile_size(residuals.queries, residuals.own)):
+        found = jax.lax.platform_dependent(residuals, cotangent, tpu=_gradients_by_kernel, default=_gradients_by_tiles)
+    else:
+        found = _gradients_by_tiles(residuals, cotangent)
+    d_queries, d_keys, d_values, *d_own = found
+    no_gradient: Any = None
+    return d_queries, d_keys, d_values, None, Own(d_own[0], d_own[1], no_gradient) if d_own else None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _by_kernel(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, Array]:
+    mixed, logs = attention_kernel.forward(_whole(queries, keys, values, spans, own), _tile_size(queries, own))
+    return mixed[:, :, : queries.shape[2]], logs
+
+
+def _gradients_by_kernel(residuals: _Residuals, cotangent: Array) -> tuple[Array, ...]:
+    queries, keys, values, spans, own, mixed, logs = residuals
+    size, q, s = _tile_size(queries, own), queries.shape[2], keys.shape[2]
+    inner = (cotangent.astype(logs.dtype) * mixed.astype(logs.dtype)).sum(axis=-1, keepdims=True)
+    lines = _cut(inner, size).reshape(logs.shape)
+    inputs = _whole(queries, keys, values, spans, own)
+    d_queries, d_keys, d_values, *d_own = attention_kernel.backward(inputs, size, _padded(cotangent, size), logs, lines)
+    return d_queries[:, :, :q], d_keys[:, :, :s], d_values[:, :, :s], *(part[:, :, :q] for part in d_own)
+
+
+def _whole(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> attention_kernel.Inputs:
+    """Fill everything up to whole tiles and pieces, for the kernels; what fills up sees nothing."""
+    size = _tile_size(queries, own)
+    piece = attention_kernel.piece_size(queries, keys, size)
+    mask = _block_diagonal(own, size)
+    first, last = (_padded(edge[:, None, :, None], size)[:, 0, :, 0] for edge in spans)
+    return attention_kernel.Inputs(
+        _padded(queries, size),
+        _padded(keys, piece),
+        _padded(values, piece),
+        first,
+        last,
+        _padded(own.keys, size) if own else None,
+        _padded(own.values, size) if own else None,
+        None if mask is None else mask[0],
+    )
+
+
+def _by_tiles(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, Array]:
     context = _padded(keys, KEYS), _padded(values, KEYS)
     mask = _block_diagonal(own, _tile_size(queries, own))
 
@@ -84,10 +154,10 @@ def _forward(queries: Array, keys: Array, values: Array, spans: Spans, own: Own 
         return None, (mixed, mix.highest + jnp.log(weights))
 
     _, (mixed, logs) = jax.lax.scan(attend, None, _tiles(queries, spans, own))
-    return _joined(mixed, queries.shape[2]), (queries, keys, values, spans, own, mixed, logs)
+    return _joined(mixed, queries.shape[2]), logs
 
 
-def _backward(residuals: Any, cotangent: Float[Array, "b n q h"]) -> tuple[Array, Array, Array, None, Own | None]:
+def _gradients_by_tiles(residuals: _Residuals, cotangent: Array) -> tuple[Array, ...]:
     queries, keys, values, spans, own, mixed, logs = residuals
     context = _padded(keys, KEYS), _padded(values, KEYS)
     mask = _block_diagonal(own, _tile_size(queries, own))
@@ -113,19 +183,16 @@ def _backward(residuals: Any, cotangent: Float[Array, "b n q h"]) -> tuple[Array
         return tuple(rest), (d_queries, *(part.astype(keys.dtype) for part in (d_own[0][1:] if d_own else ())))
 
     zeros = tuple(jnp.zeros(x.shape, wide) for x in context)
-    parts = _tiles(queries, spans, own), _cut(cotangent, _tile_size(queries, own)), mixed, logs
+    size = _tile_size(queries, own)
+    parts = _tiles(queries, spans, own), _cut(cotangent, size), _cut(mixed, size), logs
     (d_keys, d_values), (d_queries, *d_own) = jax.lax.scan(attend, zeros, parts)
     s, q = keys.shape[2], queries.shape[2]
     return (
         _joined(d_queries, q),
         d_keys[:, :, :s].astype(keys.dtype),
         d_values[:, :, :s].astype(values.dtype),
-        None,
-        own._replace(keys=_joined(d_own[0], q), values=_joined(d_own[1], q), within=None) if own else None,
+        *(_joined(part, q) for part in d_own),
     )
-
-
-_attend.defvjp(_forward, _backward)
 
 
 def _segment_gradients(
@@ -163,9 +230,11 @@ def _tiles(queries: Array, spans: Spans, own: Own | None) -> _Tile:
 
 
 def _tile_size(queries: Array, own: Own | None) -> int:
-    """Return how many queries make a tile: whole blocks, and no more than there are."""
+    """Return how many queries make a tile: whole blocks, by sixteens where that is possible, no more than there are."""
     block = own.within.shape[0] if own else 1
-    return min(max(QUERIES // block, 1) * block, queries.shape[2])
+    whole = math.lcm(block, attention_kernel.SUBLANES)
+    step = whole if whole <= QUERIES else block
+    return min(max(QUERIES // step, 1) * step, queries.shape[2])
 
 
 def _cut(array: Array, size: int) -> Array:
