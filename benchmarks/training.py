@@ -29,7 +29,7 @@ from dflash_jax.errors import UserError, check
 from dflash_jax.rope import Rotary
 from training.config import OptimizerConfig
 from training.initial import first_state
-from training.step import Batch, Task, train_step
+from training.step import Batch, Task, compile_step
 
 LENGTH, ANCHORS, BLOCK_SIZE, LAYERS, MASK = 1024, 128, 16, 5, 16
 VOCABULARY, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_SIZE, TARGET_LAYERS = 49152, 576, 1536, 9, 3, 64, 30
@@ -77,9 +77,7 @@ def line(side: str, seconds: float, peak: int) -> str:
 def our_step() -> Callable[[], None]:
     """Return what takes one of our steps."""
     task = _task()
-    params = parameters.init(task.draft, jax.random.key(0))
-    state = [first_state(task, params)]
-    del params
+    state = [first_state(task, jax.jit(parameters.init, static_argnums=0)(task.draft, jax.random.key(0)))]
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -89,9 +87,11 @@ def our_step() -> Callable[[], None]:
     tokens = jnp.asarray(random.integers(0, VOCABULARY, (1, LENGTH)), jnp.int32)
     documents = jnp.ones((1, LENGTH), bool), jnp.zeros((1, LENGTH), jnp.int32)
     batch = Batch(tokens, *documents, normal(1, LENGTH, len(TAPS) * HIDDEN))
+    seed, signals = jnp.uint32(0), jnp.zeros(1, jnp.int32)
+    take = compile_step(task, target, state[0], batch, seed, signals)
 
     def step() -> None:
-        state[0], report = train_step(task, target, state[0], batch, jnp.uint32(0), jnp.zeros(1, jnp.int32))
+        state[0], report = take(target, state[0], batch, seed, signals)
         jax.block_until_ready((state[0], report))
 
     return step

@@ -22,7 +22,7 @@ from dflash_jax.reading import stack
 from dflash_jax.rope import Rotary
 from training.config import OptimizerConfig
 from training.initial import first_state
-from training.step import Batch, Task, train_step
+from training.step import Batch, Task, compile_step
 
 LENGTHS, ANCHORS = (1024, 2048, 4096, 8192), (64, 128, 256, 512)
 MIB = 2**20
@@ -57,7 +57,7 @@ def measure(length: int, anchors: int) -> dict[str, float]:
     tokens = np.random.default_rng(0).integers(0, task.target.vocab_size, (1, length))
     batch = Batch(jnp.asarray(tokens, jnp.int32), jnp.ones((1, length), bool), jnp.zeros((1, length), jnp.int32))
     seed, signals = jnp.uint32(0), jnp.zeros(1, jnp.int32)
-    compiled = train_step.lower(task, target, state, batch, seed, signals).compile()
+    compiled = compile_step(task, target, state, batch, seed, signals)
     reserved: Any = compiled.memory_analysis()
     before = _peak()
     jax.block_until_ready(compiled(target, state, batch, seed, signals))

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import attention_kernel, running_softmax, sharding
-from dflash_jax.layers import EXACT
+from dflash_jax.layers import DEAR, EXACT
 from dflash_jax.running_softmax import Mix, Segment
 
 # Queries and context rows of a tile.
@@ -81,9 +82,10 @@ def _attend(queries: Array, keys: Array, values: Array, spans: Spans, own: Own |
 def _forward(queries: Array, keys: Array, values: Array, spans: Spans, own: Own | None) -> tuple[Array, _Residuals]:
     arguments = queries, keys, values, spans, own
     if attention_kernel.suits(queries, keys, _tile_size(queries, own)):
-        mixed, logs = jax.lax.platform_dependent(*arguments, tpu=_by_kernel, default=_by_tiles)
+        found = jax.lax.platform_dependent(*arguments, tpu=_by_kernel, default=_by_tiles)
     else:
-        mixed, logs = _by_tiles(*arguments)
+        found = _by_tiles(*arguments)
+    mixed, logs = checkpoint_name(found, DEAR)
     return mixed, _Residuals(*arguments, mixed, logs)
 
 

@@ -3,6 +3,7 @@
 Every layer's keys and values come from two places: the target's features of the context, and the block itself.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
@@ -15,7 +16,7 @@ from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import DraftConfig
 from dflash_jax.decoder_layer import DecoderLayer
 from dflash_jax.heads import score
-from dflash_jax.layers import Linear, RMSNorm
+from dflash_jax.layers import DEAR, Linear, RMSNorm
 from dflash_jax.rope import angles
 from dflash_jax.running_softmax import Segment
 from dflash_jax.sampling import likeliest
@@ -137,7 +138,8 @@ class Draft(nn.Module):
         rows = masks.positions(jnp.zeros(b, starts.dtype), features.shape[1]) - starts
         spots = anchors.rows - jnp.take_along_axis(starts, anchors.rows, axis=1)
         slots = masks.positions(spots.reshape(-1), t).reshape(b, m * t)
-        run = nn.remat(DraftLayer.over_blocks, static_argnums=(6,)) if remat else DraftLayer.over_blocks
+        kept = None if remat else jax.checkpoint_policies.save_only_these_names(DEAR)
+        run = nn.remat(DraftLayer.over_blocks, static_argnums=(6,), policy=kept)
         for module, layer in zip(self.layers, self.config.layers, strict=True):
             turns = [angles(layer.rotary, self.config.head_dim, at) for at in (slots, rows)]
             x = run(module, x, turns[0], fused, turns[1], block_spans(layer, starts, anchors, t), t)

@@ -4,12 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from dflash_jax.config import TransformerConfig
 
 # TPUs and GPUs multiply float32 in fewer bits unless told otherwise, which would break law 7; bf16 is not slowed by it.
 EXACT = jax.lax.Precision.HIGHEST
+# What is dear to compute again: in training a backward pass finds it kept.
+DEAR = "dear"
 
 
 class Linear(nn.Module):
@@ -35,7 +38,7 @@ def _product(x: Float[Array, "*rows i"], kernel: Float[Array, "i o"]) -> Float[A
 
 
 def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, kernel), (x, kernel)
+    return checkpoint_name(_product(x, kernel), DEAR), (x, kernel)
 
 
 def _product_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:

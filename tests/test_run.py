@@ -31,32 +31,23 @@ from training.checkpoints import Checkpoints
 from training.metrics import Log
 from training.packing import hold_out
 from training.prepared import open_prepared
-from training.step import train_step
+from training.step import compile_step
 from training.trainer import train
 
+MADE: dict[Any, Any] = {}
 
-class _Once:
+
+def compile_once(task, *arguments):
     """The step, compiled once for all runs of the module."""
-
-    def __init__(self):
-        self.made = {}
-
-    def lower(self, task, *arguments):
-        if task not in self.made:
-            self.made[task] = train_step.lower(task, *arguments).compile()
-        return self
-
-    def compile(self):
-        [made] = self.made.values()
-        return made
-
-
-ONCE = _Once()
+    if task not in MADE:
+        MADE[task] = compile_step(task, *arguments)
+    [made] = MADE.values()
+    return made
 
 
 @pytest.fixture(autouse=True)
 def _compile_once(monkeypatch):
-    monkeypatch.setattr(loop, "train_step", ONCE)
+    monkeypatch.setattr(loop, "compile_step", compile_once)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +77,7 @@ def begin(target, prepared):
 def whole(place, begin):
     """A run that nothing happened to."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", ONCE)
+        patch.setattr(loop, "compile_step", compile_once)
         begin(place / "whole")
     return place / "whole"
 

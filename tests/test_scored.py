@@ -18,7 +18,7 @@ from training.data import PackedRows
 from training.packing import hold_out
 from training.prepared import open_prepared
 from training.scored import choose, count, part_of_head
-from training.step import Task, train_step
+from training.step import Task, compile_step
 from training.trainer import train
 
 MESH = sharding.make_mesh()
@@ -82,18 +82,12 @@ def test_a_run_scores_a_part_goes_on_with_it_and_with_no_other(tmp_path, monkeyp
     weights: list[Any] = []
     compiled: list[Any] = []
 
-    class Once:
-        @staticmethod
-        def lower(task, target, *arguments):
-            weights.append(target)
-            compiled[:] = compiled or [train_step.lower(task, target, *arguments).compile()]
-            return Once
+    def compile_once(task, target, *arguments):
+        weights.append(target)
+        compiled[:] = compiled or [compile_step(task, target, *arguments)]
+        return compiled[0]
 
-        @staticmethod
-        def compile():
-            return compiled[0]
-
-    monkeypatch.setattr(loop, "train_step", Once)
+    monkeypatch.setattr(loop, "compile_step", compile_once)
     target, data = runs.write_target(tmp_path / "target"), runs.write_prepared(tmp_path / "prepared")
     monkeypatch.setattr(loop.Loop, "_evaluate", lambda self, params: {"acceptance_length": 1.0})
     fewer = {"train__steps": 8, "checkpoint__every": 4, "evaluation__every": 8, "draft__layers": 1}

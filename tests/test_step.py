@@ -39,6 +39,7 @@ TASK = Task(
 def _few_logits(monkeypatch):
     """Three pieces."""
     monkeypatch.setattr(step, "MOST_LOGITS", 2 * 2 * (T - 1) * TARGET.vocab_size)
+    monkeypatch.setattr(step, "FEWEST_SLOTS", 1)
 
 
 def packed(seed=0):

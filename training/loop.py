@@ -27,7 +27,7 @@ from training.config import RunConfig
 from training.data import Drawn, PackedRows
 from training.evaluation import Judged, judge
 from training.metrics import Log, ratios
-from training.step import Batch, Report, Task, TrainState, train_step
+from training.step import Batch, Report, Task, TrainState, compile_step
 
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -76,7 +76,7 @@ class Loop:
         compile_cache.tell_compiling()
         seed = sharding.put(task.mesh, sharding.WHOLE, np.uint32(config.seed))
         example = data.in_order(self._grounds.rows, 0, config.train.batch_size, task.mesh)
-        take = train_step.lower(task, target, state, *self._inputs(example, seed)).compile()
+        take = compile_step(task, target, state, *self._inputs(example, seed))
         if len(self._grounds.held_out):  # now, and not between a step and its checkpoint
             self._judge = judge.lower(task, target, state.params, *self._held_out(0)).compile()
         self._since = time.perf_counter()

@@ -4,6 +4,7 @@ The frozen target is an argument of its own: nothing is differentiated with resp
 optimizer nor a checkpoint. A batch without a valid anchor, or with a loss that is not finite, changes no parameter.
 """
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from jax.sharding import Mesh
+from jax.stages import Compiled
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import loss as losses
@@ -28,8 +30,8 @@ from dflash_jax.target import Target
 from training import optimizer
 from training.config import OptimizerConfig, RunConfig
 
-# Logits that exist at once on a device, float32: 128 MiB.
-MOST_LOGITS = 2**25
+# Logits that exist at once on a device, float32: 32 MiB, or those of as many slots as make reading a head pay.
+MOST_LOGITS, FEWEST_SLOTS = 2**23, 256
 # What a run whose loss scores a part of the vocabulary has beside the target's weights; see `training/scored.py`.
 SCORED = "scored"
 
@@ -99,6 +101,21 @@ class Report(NamedTuple):
     signal: Int[Array, ""]
 
 
+def compile_step(task: Task, *arguments: Any) -> Compiled:
+    """Compile `train_step` for the rest of its arguments, or for shapes in their place.
+
+    For CPUs it asks for the order that takes least memory. XLA's own lets kernels run side by side, takes twice the
+    memory for that, and is no faster: each of these kernels takes all cores anyway.
+    """
+    lowered = train_step.lower(task, *arguments)
+    if task.mesh.devices.flat[0].platform != "cpu":
+        return lowered.compile()
+    compiled = lowered.compile(compiler_options={"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})
+    # What compiling has freed, some 250 MiB, glibc would keep.
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+    return compiled
+
+
 @functools.partial(jax.jit, static_argnames="task", donate_argnames="state")
 def train_step(
     task: Task, target: Params, state: TrainState, batch: Batch, seed: Int[Array, ""], signals: Int[Array, "devices"]
@@ -113,7 +130,7 @@ def train_step(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         anchors = draw(key, candidates(batch.supervised, batch.starts), task.anchors)
         sums, gradients = loss_and_gradients(task, target, state.params, batch, anchors)
-    norm = optax.tree.norm(gradients)
+    norm = optimizer.norm(gradients)
     updates, moments = optimizer.build(task.optimizer, task.steps).update(gradients, state.moments, state.params)
     applied = (sums.weight > 0) & jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     params, moments = jax.tree.map(
@@ -242,7 +259,8 @@ def cut_blocks(
 ) -> tuple[Anchors, Array]:
     """Cut each row's blocks, along a new first axis, into pieces whose logits of a vocabulary may exist at once."""
     b, m, t, _ = outputs.shape
-    pieces = min(m, math.ceil(b * m * (t - 1) * vocabulary / (MOST_LOGITS * task.mesh.size)))
+    most = max(MOST_LOGITS // vocabulary, FEWEST_SLOTS) * task.mesh.size
+    pieces = min(m, math.ceil(b * m * (t - 1) / most))
 
     def cut(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, -m % pieces), *((0, 0),) * (array.ndim - 2)))
