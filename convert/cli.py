@@ -31,12 +31,21 @@ class Parser(argparse.ArgumentParser):
         called = Path(sys.argv[0]).name
         is_command = prog.startswith("python -m ")  # and no part of one
         is_installed = is_command and called.startswith(INSTALLED)
-        prog = called if is_installed else prog
+        if is_installed:
+            named = {name: text.replace(prog, called) for name, text in settings.items() if isinstance(text, str)}
+            prog, settings = called, settings | named
         super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
         if is_command:
             self.add_argument("--version", action="version", version=f"dflash-jax {dflash_jax.__version__}")
         if is_installed:
             shtab.add_argument_to(self, help="print what makes this shell complete the command, and end")
+
+    def parse_known_args(self, *arguments: Any, **settings: Any) -> Any:
+        """Parse, as `argparse` does; what a shell completes are names of files wherever words are free."""
+        for action in self._actions:
+            if action.type is None and action.choices is None and action.nargs != 0:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        return super().parse_known_args(*arguments, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's complaint as a `UserError`, which `run` prints."""

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+# Smaller ones would be rounded to nothing.
+LEAST_SHARE = 1e-30
+
 
 class Policy(NamedTuple):
     """How each row chooses. Temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
@@ -50,10 +53,11 @@ def filtered(logits: Float[Array, "b t v"], policy: Policy) -> Float[Array, "b t
     """
     temperature = jnp.where(policy.temperature > 0, policy.temperature, 1.0)[:, None, None]
     scores = logits / temperature.astype(logits.dtype)
+    scores = jnp.where(scores == 0, 0, scores)  # zeros of both signs are as likely
     top_k = jnp.where(policy.top_k > 0, policy.top_k, jnp.inf)
     scores = _heaviest(scores, jnp.ones_like(scores), top_k)
-    # A top_p of 1 keeps all, also where rounding lets the sum reach 1 early.
-    top_p = jnp.where(policy.top_p < 1, policy.top_p, jnp.inf)
+    # A top_p of 1 keeps all, also where rounding lets the sum reach 1 early; the likeliest always weighs enough.
+    top_p = jnp.where(policy.top_p < 1, jnp.maximum(policy.top_p, LEAST_SHARE), jnp.inf)
     return jax.nn.log_softmax(_heaviest(scores, jax.nn.softmax(scores, axis=-1), top_p), axis=-1)
 
 
@@ -90,5 +94,6 @@ def _sample(logits: Float[Array, "b t v"], positions: Int[Array, "b t"], policy:
 
     keys = jax.vmap(row_key)(policy.seed, policy.request)
     keys = jax.vmap(lambda key, spots: jax.vmap(lambda spot: jax.random.fold_in(key, spot))(spots))(keys, positions)
-    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype)))(keys)
+    # In its default mode the noise has 2^23 values, and tokens rarer than that would never come.
+    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype, mode="high")))(keys)
     return likeliest(filtered(logits, policy) + noise)

@@ -141,8 +141,7 @@ def _check(args: argparse.Namespace) -> None:
         ("--block-size", args.block_size or []),
     ):
         check(len({*values}) == len(values), f"{flag}: a value more than once; each once is right")
-    for data in args.data:
-        questions.check_name(data)
+    read = [file.resolve() for data in args.data if (file := questions.check_name(data))]
     largest = max((size for size in args.block_size or [] if size != AUTO), default=2)
     check(
         largest <= args.max_length,
@@ -151,17 +150,19 @@ def _check(args: argparse.Namespace) -> None:
     for flag, name in (("--json", args.json), ("--report", args.report)):
         if name is not None:
             file = Path(name)
-            check(bool(name) and not file.is_dir(), f"{flag} {name}: no file; a file's name is right")
+            check(
+                bool(name) and (file.is_file() or not file.exists()), f"{flag} {name}: no file; a file's name is right"
+            )
             check(
                 file.parent.is_dir() and os.access(file.parent, os.W_OK),
                 f"{flag} {name}: {file.parent} is no directory that can be written to; one that is there is right",
             )
             check(
-                not any(file.absolute() == Path(data.rpartition("=")[2]).absolute() for data in args.data),
+                file.resolve() not in read,
                 f"{flag} {name}: that is the file of prompts; another name is right",
             )
     check(
-        args.json is None or args.report is None or Path(args.json).absolute() != Path(args.report).absolute(),
+        args.json is None or args.report is None or Path(args.json).resolve() != Path(args.report).resolve(),
         f"--json and --report: both {args.json}; two names are right",
     )
 
@@ -194,6 +195,7 @@ def _measure_all(
     sizes: list[Any] = args.block_size or [None]
     found = {}
     for rows in args.batch_size:
+        engines: list[Engine] = []  # those of the last batch size let go of their caches
         with flags_named():
             engines = [
                 Engine(target, draft, max_length=args.max_length, batch_size=rows, block_size=size, mesh=mesh)

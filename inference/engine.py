@@ -347,7 +347,7 @@ class Engine:
         """Measure the seconds of a block of each size, in turns, in a row that nothing ends."""
         length = max(1, min(MEASURED_AT, self.max_length // 2))
         seconds = np.zeros((ROUNDS, len(models.sizes)), np.float32)
-        never = self._asked(length, 0, SamplingConfig(max_new_tokens=self.max_length - length))
+        never = self._asked(length, 0, SamplingConfig(max_new_tokens=max(2, self.max_length - length)))
         never = never._replace(stops=self._device(np.full(decode.MAX_STOPS, -1), np.int32))
         state, self._state = self._state or self._empty_state(), None  # a row of it runs on: it is not kept
         row = self._device(0, np.int32)

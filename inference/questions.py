@@ -75,20 +75,21 @@ NAMED = {
 }
 
 
-def check_name(data: str) -> None:
-    """Refuse what `read` would not find, before anything is fetched.
+def check_name(data: str) -> Path | None:
+    """Refuse what `read` would not find, before anything is fetched; return the file, where it is one.
 
     Raises:
         UserError: no named set and no file.
     """
     name, _, file = data.partition("=")
     if name in NAMED and not file:
-        return
-    path = file if name in NAMED else data
+        return None
+    path = Path(file if name in NAMED else data)
     check(
-        Path(path).is_file(),
+        path.is_file(),
         f"--data {data}: no such file or set; a JSONL file, or one of {', '.join(NAMED)}, is right",
     )
+    return path
 
 
 def read(data: str, most: int | None = None) -> list[Question]:

@@ -159,7 +159,7 @@ def _combination(result: Result, measured: Measured, tokenizer: Any) -> str:
         )
     return (
         f"<h2>{escape(tables.name(result))}</h2><p>{escape(_sentence(result))}</p>"
-        f"{_figures(pictures)}{_answers(measured.pairs[:ANSWERS_SHOWN], tokenizer)}"
+        f"{_figures(pictures)}{_answers(measured.pairs, tokenizer)}"
     )
 
 
@@ -175,9 +175,11 @@ def _sentence(result: Result) -> str:
 
 
 def _answers(pairs: Sequence[Pair], tokenizer: Any) -> str:
-    drawn = "".join(_answer(pair, tokenizer) for pair in pairs)
+    """Draw the first answers."""
+    drawn = "".join(_answer(pair, tokenizer) for pair in pairs[:ANSWERS_SHOWN])
+    shown = f"{min(len(pairs), ANSWERS_SHOWN)} of {len(pairs)}"
     return (
-        f'<details open="open"><summary>Answers, block by block</summary>'
+        f'<details open="open"><summary>Answers, block by block: {shown}</summary>'
         f'<p class="key">A frame is a block. <span class="drafted">Accepted drafts</span> '
         f'<span class="target">the target\'s own tokens</span></p>{drawn}</details>'
     )

@@ -114,6 +114,29 @@ def test_sizes_that_follow_the_text_change_no_token(engine, batch_size):
     assert used <= {1, 2, 4, 8}
 
 
+@pytest.mark.parametrize("costs", [[1, np.inf, np.inf, np.inf], [1, 1.5, 2, 3]], ids=["plain", "both"])
+def test_the_drafts_context_is_that_of_fixed_blocks_also_after_plain_tokens(costs):
+    auto, fixed = tiny.engine(block_size="auto"), tiny.engine()
+    auto.warm_up()
+    auto._costs = jnp.asarray(costs, jnp.float32)
+    sampling = SamplingConfig(27)  # no whole number of the blocks that wait together
+    [answer], [other] = (engine.generate([PROMPT], sampling) for engine in (auto, fixed))
+    assert answer.token_ids == other.token_ids
+    assert 1 in answer.block_sizes
+    assert auto._state is not None
+    assert fixed._state is not None
+    filled = len(PROMPT) + 26  # the last token is in no cache
+    for found, expected in zip(auto._state.draft, fixed._state.draft, strict=True):
+        np.testing.assert_allclose(found.keys[:, :, :filled], expected.keys[:, :, :filled], atol=1e-4)
+        np.testing.assert_allclose(found.values[:, :, :filled], expected.values[:, :, :filled], atol=1e-4)
+
+
+def test_the_least_room_that_there_can_be_is_enough():
+    auto = tiny.engine(block_size="auto", max_length=2)
+    [answer] = auto.generate([[1]], SamplingConfig(1))
+    assert len(answer.token_ids) == 1
+
+
 def test_a_size_that_costs_too_much_is_not_used():
     auto = tiny.engine(block_size="auto")
     auto.warm_up()

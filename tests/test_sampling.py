@@ -37,6 +37,7 @@ def law(**options):
         ({"top_p": 0.65}, {1: 0.4 / 0.65, 3: 0.25 / 0.65}),  # 0.4 + 0.25 reaches it exactly
         ({"top_p": 0.66}, {1: 0.470588, 3: 0.294118, 4: 0.235294}),  # the token that crosses is kept
         ({"top_p": 0.01}, {1: 1.0}),
+        ({"top_p": 1e-40}, {1: 1.0}),
         ({"top_k": 3, "top_p": 0.5}, {1: 0.615385, 3: 0.384615}),
         ({"top_k": 3, "top_p": 0.45}, {1: 1.0}),  # top-p counts what top-k left, of which token 1 is 0.47 and not 0.4
         ({"temperature": 0.5}, {1: 0.581818, 3: 0.227273, 4: 0.145455, 0: 0.036364, 2: 0.009091}),
@@ -97,6 +98,20 @@ def test_samples_follow_the_law_and_never_leave_the_filters():
     expected = np.asarray([0, 0.470588, 0, 0.294118, 0.235294])
     assert frequency[0] == frequency[2] == 0
     assert np.abs(frequency - expected).sum() / 2 < 0.01
+
+
+def test_rare_tokens_come_as_often_as_they_should():
+    rare, count = 20_000, 1000
+    logits = jnp.concatenate([jnp.asarray([0.0]), jnp.full(rare, jnp.log(0.01 / 0.99 / rare))])  # 5e-7 each
+    tokens = jax.jit(lambda at: choose(jnp.broadcast_to(logits, (1, count, rare + 1)), at[None], policy()))
+    found = sum(int((tokens(jnp.arange(i * count, (i + 1) * count)) > 0).sum()) for i in range(10))
+    assert 70 <= found <= 130  # 100 are expected, and ten are its deviation
+
+
+def test_zeros_of_both_signs_are_as_likely():
+    assert np.isfinite(filtered(jnp.asarray([[[0.0, -0.0, -1.0]]]), policy(top_k=1))).tolist() == [
+        [[True, True, False]]
+    ]
 
 
 def test_a_choice_depends_on_seed_request_and_position_alone():

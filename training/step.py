@@ -111,8 +111,8 @@ def compile_step(task: Task, *arguments: Any) -> Compiled:
     if task.mesh.devices.flat[0].platform != "cpu":
         return lowered.compile()
     compiled = lowered.compile(compiler_options={"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})
-    # What compiling has freed, some 250 MiB, glibc would keep.
-    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+    if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what compiling has freed, 250 MiB
+        give_back(0)
     return compiled
 
 
