@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from convert import cli, load_tokenizer
+from convert import cli, load_tokenizer, progress
 from convert.demo_target import find_demo_target
 from inference import prompts
 from inference.demo import DEMO_DRAFT, QUESTIONS, Pace, compare
 from inference.engine import Engine, SamplingConfig
+from inference.flags import whole
 
 BLOCK_SIZE = 8
 
@@ -73,8 +74,8 @@ def main(argv: Sequence[str]) -> None:
     """Answer every prompt five ways, and compare."""
     parser = cli.Parser(prog="python -m benchmarks.against_reference", description=__doc__)
     parser.add_argument("--prompts", metavar="FILE.jsonl", help='rows of {"question": …} (default: the demo\'s)')
-    parser.add_argument("--num-prompts", type=int, default=30)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--num-prompts", type=whole(1), default=30)
+    parser.add_argument("--max-new-tokens", type=whole(2), default=128)
     args = parser.parse_args(argv)
     questions = _questions(args.prompts)[: args.num_prompts]
     tokenizer = load_tokenizer(str(find_demo_target()))
@@ -83,7 +84,8 @@ def main(argv: Sequence[str]) -> None:
     reference, stops = Reference(), list(engine.stop_token_ids)
     paces: dict[str, list[Pace]] = {}
     same = 0
-    for i, prompt in enumerate([encoded[0], *encoded]):  # the first once more, to warm up
+    asked = [encoded[0], *encoded]  # the first once more, to warm up
+    for i, prompt in enumerate(progress.show(asked, len(asked), "answering five ways")):
         found: dict[str, tuple[list[int], Pace]] = {}
         for name, speculate in (("ours, blocks", True), ("ours, plain", False)):
             [answer] = engine.generate([prompt], SamplingConfig(args.max_new_tokens), speculate)

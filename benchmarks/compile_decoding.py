@@ -90,12 +90,12 @@ def _options(program: str, machine: machines.Machine) -> dict[str, Any]:
 
 
 def _propose(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> Int[Array, "b t-1"]:
-    return decode.propose(models, weights, decode.anchors(state), state.draft, state.lengths)
+    return decode.propose(models, weights, decode.anchor_tokens(state), state.draft, state.lengths)
 
 
 def _verify(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> decode.DecodeState:
     drafts = jnp.zeros((1, models.block_size - 1), jnp.int32)
-    return decode.verify(models, weights, _greedy(state), decode.anchors(state), drafts)
+    return decode.verify(models, weights, _greedy(state), decode.anchor_tokens(state), drafts)
 
 
 def _block(models: decode.Models, weights: decode.Weights, state: decode.DecodeState) -> decode.DecodeState:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -124,12 +125,15 @@ def summary(costs: dict[str, Cost], published: tuple[float, float] | None) -> It
 def _compiled(target: str, machine: str, asked: Sequence[str]) -> Iterator[tuple[str, int, Cost]]:
     quiet = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "benchmarks.compile_decoding", target, machine, *asked]
-    told = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=os.environ | quiet, text=True, **told) as process:  # type: ignore[call-overload]
-        for line in process.stdout:
-            found = json.loads(line)
-            yield found.pop("program"), found.pop("layers"), Cost(**found)
-        reason = [line for line in process.stderr.read().splitlines() if line.strip()][-1:] or ["no reason told"]
+    # A file takes whatever the compilers say, where a pipe that nobody reads would fill up.
+    with tempfile.TemporaryFile("w+") as said:
+        told = {"stdout": subprocess.PIPE, "stderr": said}
+        with subprocess.Popen(command, env=os.environ | quiet, text=True, **told) as process:  # type: ignore[call-overload]
+            for line in process.stdout:
+                found = json.loads(line)
+                yield found.pop("program"), found.pop("layers"), Cost(**found)
+        said.seek(0)
+        reason = [line for line in said.read().splitlines() if line.strip()][-1:] or ["no reason told"]
     if process.returncode:
         raise UserError(f"--machines {machine}: {target} cannot be compiled ({reason[0].strip()[:300]})")
 

@@ -160,7 +160,18 @@ def _task() -> Task:
         target_layer_ids=TAPS,
         **sizes,
     )
-    return Task(target, draft, ANCHORS, "decay", 7.0, "float32", False, OptimizerConfig(), 1000, sharding.make_mesh())
+    return Task(
+        target=target,
+        draft=draft,
+        anchors=ANCHORS,
+        loss="decay",
+        gamma=7.0,
+        dtype="float32",
+        remat=False,
+        optimizer=OptimizerConfig(),
+        steps=1000,
+        mesh=sharding.make_mesh(),
+    )
 
 
 def _serve(step: Callable[[], None]) -> None:

@@ -79,9 +79,25 @@ def _task(anchors: int) -> Task:
     )
     shared = {field.name: getattr(target, field.name) for field in dataclasses.fields(target)}
     names = {field.name for field in dataclasses.fields(DraftConfig)}
-    own = {"layers": (LayerConfig(rotary, causal=False),) * 2, "block_size": 16, "target_layer_ids": (0, 2)}
+    own = {
+        "layers": (LayerConfig(rotary, causal=False),) * 2,
+        "block_size": 16,
+        "mask_token_id": 0,
+        "target_layer_ids": (0, 2),
+    }
     draft = DraftConfig(**{name: value for name, value in shared.items() if name in names} | own)
-    return Task(target, draft, anchors, "decay", 7.0, "float32", False, OptimizerConfig(), 10, sharding.make_mesh())
+    return Task(
+        target=target,
+        draft=draft,
+        anchors=anchors,
+        loss="decay",
+        gamma=7.0,
+        dtype="float32",
+        remat=False,
+        optimizer=OptimizerConfig(),
+        steps=10,
+        mesh=sharding.make_mesh(),
+    )
 
 
 def _peak() -> float:

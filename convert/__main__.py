@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     check(bool(options.destination), "DST: empty; a directory that is not there yet is right")
     write = to_flax
     if options.command == "to-hf":
-        write = functools.partial(to_hf, most=read_size(options.max_shard_size))
+        write = functools.partial(to_hf, max_shard_bytes=read_size(options.max_shard_size))
     made = write(options.source, Path(options.destination), options.dtype, verify=options.verify, watch=progress.show)
     print(f"{options.destination}: {made['kind']}, {made['parameters']:,} parameters, {made['dtype']}")
 

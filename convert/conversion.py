@@ -14,7 +14,7 @@ from convert import weights
 from convert.files import new_directory, sha256, write_json
 from convert.flax_checkpoint import FORMAT_VERSION, MANIFEST
 from convert.inspection import summary
-from convert.load import any_config, kinds_of
+from convert.load import any_config, dtypes_of
 from convert.progress import Watch
 from convert.sources import Source, check_outside, open_source
 from dflash_jax.config import DraftConfig, TargetConfig
@@ -27,19 +27,19 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """A checkpoint on its way into a new directory. `kinds` are the dtypes that its parameters get."""
+    """A checkpoint on its way into a new directory. `dtypes` are the dtypes that its parameters get."""
 
     name: str
     source: Source
     config: TargetConfig | DraftConfig
-    kinds: dict[str, np.dtype]
+    dtypes: dict[str, np.dtype]
     directory: Path
     watch: Watch
 
     def arrays(self) -> weights.Arrays:
         """Read every parameter, one at a time."""
-        arrays = self.source.arrays(self.config, self.kinds)
-        yield from self.watch(arrays, len(self.kinds), f"converting {self.source.path.name}")
+        arrays = self.source.arrays(self.config, self.dtypes)
+        yield from self.watch(arrays, len(self.dtypes), f"converting {self.source.path.name}")
 
     def finish(self, *, verify: bool) -> dict[str, Any]:
         """Write the manifest, which says that all is there, and return it; read what was written once more if asked.
@@ -52,7 +52,7 @@ class Conversion:
         hashed = self.watch(files, len(files), f"hashing {self.source.path.name}")
         hashes = {str(file.relative_to(root)): sha256(file) for file in hashed}
         source = {"name": self.name, "format": self.source.format, "files": hashes}
-        manifest = {"format_version": FORMAT_VERSION, **summary(self.config, self.kinds), "source": source}
+        manifest = {"format_version": FORMAT_VERSION, **summary(self.config, self.dtypes), "source": source}
         write_json(self.directory / MANIFEST, manifest)
         if verify:
             self._verify()
@@ -62,10 +62,10 @@ class Conversion:
         made = open_source(str(self.directory))
         check(any_config(made) == self.config, f"--verify: the config of {made.format} means something else")
         made.check(self.config)
-        stored = made.stored(self.config)
-        ours, theirs = made.arrays(self.config, stored), self.source.arrays(self.config, self.kinds)
+        stored = made.stored_dtypes(self.config)
+        ours, theirs = made.arrays(self.config, stored), self.source.arrays(self.config, self.dtypes)
         # Not `zip`, which would hold both tensors while the next are read.
-        for path in self.watch(self.kinds, len(self.kinds), "verifying"):
+        for path in self.watch(self.dtypes, len(self.dtypes), "verifying"):
             check(_same(next(ours)[1], next(theirs)[1]), f"--verify: {path} {OTHERWISE}")
         for file in self.source.companions():
             check(filecmp.cmp(file, self.directory / file.name, shallow=False), f"--verify: {file.name} {OTHERWISE}")
@@ -89,7 +89,7 @@ def converting(name: str, destination: Path, dtype: str | None, watch: Watch) ->
         if isinstance(config, TargetConfig):
             source.stop_token_ids()  # of a generation config that will be read with it
         source.save_companions(directory)
-        yield Conversion(name, source, config, kinds_of(source, config, wanted), directory, watch)
+        yield Conversion(name, source, config, dtypes_of(source, config, wanted), directory, watch)
 
 
 def read_size(text: str) -> int:

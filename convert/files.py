@@ -16,18 +16,18 @@ from dflash_jax.errors import NotNowError, UserError, check
 
 
 @contextlib.contextmanager
-def about(file: Path | str) -> Iterator[None]:
-    """Put the file's name in front of faults found in what it holds.
+def about(file: Path | str, done: str = "read") -> Iterator[None]:
+    """Put the file's name in front of faults found in what it holds; `done` is what is done to it.
 
     Raises:
-        UserError: the same fault, named; or an unreadable file.
+        UserError: the same fault, named; or a file to which that cannot be done.
     """
     try:
         yield
     except UserError as error:
         raise type(error)(f"{file}: {error}") from error
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from error
+        raise UserError(f"{file}: cannot be {done} ({error.strerror or error})") from error
 
 
 @contextlib.contextmanager
@@ -109,7 +109,8 @@ def new_file(file: Path) -> Iterator[Path]:
             f"{file}: cannot be written ({error.strerror or error}); room for it, then the same again, is right"
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 @contextlib.contextmanager
@@ -118,7 +119,8 @@ def locked(file: Path) -> Iterator[None]:
 
     Raises:
         NotNowError: another one does it.
-        UserError: it cannot be locked.
+        UserError: the file system has no locks.
+        OSError: the file cannot be written.
     """
     with file.open("w") as opened:
         lock(opened, "another run is in it; waiting for that, or another name, is right")

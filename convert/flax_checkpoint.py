@@ -68,22 +68,22 @@ class FlaxSource(HuggingFaceSource):
         """Say whether a parameter is there."""
         return path in self.parameters
 
-    def dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
+    def stored_names(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
         """Return the name of the dtype in which each parameter is stored."""
-        return {path: {dtype.name} for path, dtype in self.stored(config).items()}
+        return {path: {dtype.name} for path, dtype in self.stored_dtypes(config).items()}
 
-    def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
+    def stored_dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
         """Return each parameter's dtype."""
         return {path: self.parameters[path][1] for path in names.expected(config, "flax")}
 
-    def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
+    def arrays(self, config: TargetConfig | DraftConfig, dtypes: Mapping[str, np.dtype]) -> weights.Arrays:
         """Yield every parameter, one at a time."""
         for path, tensor in names.expected(config, "flax").items():
-            yield path, self._as(kinds[path], path, tensor)  # held by no name: the next may be as large
+            yield path, self._as(dtypes[path], path, tensor)  # held by no name: the next may be as large
 
-    def _as(self, kind: np.dtype, path: str, tensor: names.Tensor) -> np.ndarray:
+    def _as(self, dtype: np.dtype, path: str, tensor: names.Tensor) -> np.ndarray:
         array = self._read(path)
-        return array if kind == array.dtype else weights.assemble([(tensor, [array])], kind)
+        return array if dtype == array.dtype else weights.assemble([(tensor, [array])], dtype)
 
     def _read(self, path: str) -> np.ndarray:
         with _readable(self.path / PARAMS):
@@ -103,7 +103,7 @@ class FlaxSource(HuggingFaceSource):
 def write(
     directory: Path,
     config: TargetConfig | DraftConfig,
-    kinds: Mapping[str, np.dtype],
+    dtypes: Mapping[str, np.dtype],
     arrays: weights.Arrays,
     hf_config: dict[str, Any],
 ) -> None:
@@ -113,7 +113,7 @@ def write(
         OSError: no room, or whatever else the file system objects to.
     """
     shapes = names.shapes(config)
-    check_room(directory, sum(math.prod(shapes[path]) * kind.itemsize for path, kind in kinds.items()))
+    check_room(directory, sum(math.prod(shapes[path]) * dtype.itemsize for path, dtype in dtypes.items()))
     write_json(directory / "config.json", hf_config)
     place = directory.absolute() / PARAMS
     context = ocp.Context()

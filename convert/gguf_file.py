@@ -44,20 +44,20 @@ class GgufSource:
             odd = [f"{name} ({tensor.type.name})" for name, tensor in self.tensors.items() if not _known(tensor.type)]
             check(not odd, f"tensors of a type that the gguf package does not dequantise: {', '.join(odd)}")
 
-    def dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
+    def stored_names(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
         """Return the name of the type in which each parameter is stored."""
         return {tensor.path: {self.tensors[name].type.name} for name, tensor in names.expected(config, "gguf").items()}
 
-    def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
+    def stored_dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
         """Return the dtype that each parameter has once it is dequantised."""
         wanted = names.expected(config, "gguf").items()
         return {tensor.path: KEPT.get(self.tensors[name].type, np.dtype(np.float32)) for name, tensor in wanted}
 
-    def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
+    def arrays(self, config: TargetConfig | DraftConfig, dtypes: Mapping[str, np.dtype]) -> weights.Arrays:
         """Yield every parameter, one at a time, dequantised."""
         for name, tensor in names.expected(config, "gguf").items():
             blocks = self._blocks(self.tensors[name], self._row_order(name, config))
-            yield tensor.path, weights.assemble([(tensor, blocks)], kinds[tensor.path])
+            yield tensor.path, weights.assemble([(tensor, blocks)], dtypes[tensor.path])
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return no more stops than the config has: there is no other place for them."""

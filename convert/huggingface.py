@@ -89,7 +89,7 @@ class HuggingFaceSource:
             odd = [f"{name} ({header.dtype})" for name, header in headers.items() if not self._reads(name)]
             check(not odd, f"tensors of a dtype that is not supported: {names.few(odd)}; {', '.join(STORED)} are")
 
-    def dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
+    def stored_names(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
         """Return the names of the dtypes in which each parameter is stored."""
         known = STORED | {float8.STORED: float8.DTYPE, VOCABULARY[D2T]: np.dtype(np.int64)}
         found: dict[str, set[str]] = collections.defaultdict(set)
@@ -97,15 +97,15 @@ class HuggingFaceSource:
             found[tensor.path].add(known[self.headers[name].dtype].name)
         return found
 
-    def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
+    def stored_dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
         """Return each parameter's dtype; one that consists of several tensors has what holds them all."""
-        kinds: dict[str, np.dtype] = {}
+        dtypes: dict[str, np.dtype] = {}
         for name, tensor in self._wanted(config).items():
             dtype = np.dtype(np.int32) if name == D2T else STORED.get(self.headers[name].dtype, UNQUANTISED)
-            kinds[tensor.path] = jnp.promote_types(kinds.get(tensor.path, dtype), dtype)
-        return kinds
+            dtypes[tensor.path] = jnp.promote_types(dtypes.get(tensor.path, dtype), dtype)
+        return dtypes
 
-    def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
+    def arrays(self, config: TargetConfig | DraftConfig, dtypes: Mapping[str, np.dtype]) -> weights.Arrays:
         """Yield every parameter, one at a time.
 
         Raises:
@@ -121,7 +121,7 @@ class HuggingFaceSource:
             if D2T in parts:
                 yield path, self._vocabulary()
                 continue
-            yield path, weights.assemble([(tensor, self._values(name)) for name, tensor in parts.items()], kinds[path])
+            yield path, weights.assemble([(tensor, self._values(name)) for name, tensor in parts.items()], dtypes[path])
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return the stops that the generation config adds."""

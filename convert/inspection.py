@@ -28,7 +28,7 @@ def inspect(name: str, target: str | None = None) -> dict[str, Any]:
     source = open_source(name)
     config = any_config(source)
     source.check(config)
-    dtypes = {path: kinds for path, kinds in source.dtypes(config).items() if path != names.VOCABULARY}
+    dtypes = {path: found for path, found in source.stored_names(config).items() if path != names.VOCABULARY}
     stops = stop_token_ids(source, config) if isinstance(config, TargetConfig) else ()
     return {
         "path": name,
@@ -83,11 +83,11 @@ def _layers(config: TargetConfig | DraftConfig, stored: Mapping[str, set[str]]) 
     ]
 
 
-def summary(config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> dict[str, Any]:
+def summary(config: TargetConfig | DraftConfig, dtypes: Mapping[str, np.dtype]) -> dict[str, Any]:
     """Say of a checkpoint what its kind is, its dtype (or those that it mixes), and how large it is."""
     return {
         "kind": "target" if isinstance(config, TargetConfig) else "draft",
-        "dtype": "+".join(sorted({kind.name for path, kind in kinds.items() if path != names.VOCABULARY})),
+        "dtype": "+".join(sorted({dtype.name for path, dtype in dtypes.items() if path != names.VOCABULARY})),
         "parameters": names.count(config),
     }
 

@@ -135,9 +135,9 @@ def read_params(
         UserError: tensors that are missing, unexpected, mis-shaped or unreadable.
     """
     source.check(config)
-    kinds = kinds_of(source, config, dtype)
+    dtypes = dtypes_of(source, config, dtype)
     arrays: Iterable[tuple[str, np.ndarray]] = watch(
-        source.arrays(config, kinds), len(kinds), f"reading {source.path.name}"
+        source.arrays(config, dtypes), len(dtypes), f"reading {source.path.name}"
     )
     return nest(_placed(arrays, place))
 
@@ -149,7 +149,7 @@ def _placed(arrays: Iterable[tuple[str, np.ndarray]], place: weights.Place) -> I
         yield path, placed
 
 
-def kinds_of(source: Source, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> dict[str, np.dtype]:
+def dtypes_of(source: Source, config: TargetConfig | DraftConfig, dtype: np.dtype | None) -> dict[str, np.dtype]:
     """Return the dtype that each parameter gets."""
     with about(source.path):
-        return weights.kinds(source.stored(config), dtype)
+        return weights.dtypes(source.stored_dtypes(config), dtype)

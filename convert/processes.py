@@ -59,7 +59,7 @@ def join() -> None:
         jax.distributed.initialize(others.first, others.processes, others.this, initialization_timeout=PATIENCE)
     except (RuntimeError, ValueError, OSError) as error:
         raise NotNowError(f"{others.source}: the processes did not find one another ({error}){_proxies()}") from error
-    _silence_libraries()
+    _keep_output_for_results()
     if not first():
         progress.hush()
 
@@ -145,7 +145,7 @@ def _metadata(key: str) -> str:
     )
 
 
-def _silence_libraries() -> None:
+def _keep_output_for_results() -> None:
     """Keep standard output for results: gloo, which connects CPU processes, writes to it behind Python's back."""
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     nowhere = os.open(os.devnull, os.O_WRONLY)

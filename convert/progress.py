@@ -43,14 +43,17 @@ def show(items: Iterable[T], total: int, label: str) -> Iterator[T]:
                 bar.advance(task)
         return
     tell(label)
-    last, done = time.monotonic(), 0
+    began = last = time.monotonic()
+    done = 0
     for item in items:  # `enumerate` would hold it while the next one is made
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             tell(f"{label}: {done} of {total}")
             last = time.monotonic()
         yield item
         del item
-        done += 1  # noqa: SIM113
+        done += 1
+    if last > began:
+        tell(f"{label}: {done} of {total}")
 
 
 def quiet(items: Iterable[T], total: int, label: str) -> Iterable[T]:  # noqa: ARG001

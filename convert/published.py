@@ -35,19 +35,19 @@ def publish(destination: Path, config: DraftConfig | TargetConfig, params: Param
     """
     leaves = flatten(params)
     names.check_shapes({path: leaf.shape for path, leaf in leaves.items()}, names.expected(config, "flax"))
-    kinds = weights.kinds({path: leaf.dtype for path, leaf in leaves.items()}, weights.asked_dtype(dtype))
+    dtypes = weights.dtypes({path: leaf.dtype for path, leaf in leaves.items()}, weights.asked_dtype(dtype))
     with new_directory(destination) as directory:
         arrays = ((path, np.asarray(leaf)) for path, leaf in leaves.items())
-        write_published(directory, spell(config, kinds), config, kinds, arrays)
+        write_published(directory, spell(config, dtypes), config, dtypes, arrays)
 
 
 def write_published(
     directory: Path,
     hf_config: dict[str, Any],
     config: DraftConfig | TargetConfig,
-    kinds: Mapping[str, np.dtype],
+    dtypes: Mapping[str, np.dtype],
     arrays: Iterable[tuple[str, np.ndarray]],
-    most: int = LARGEST_SHARD,
+    max_shard_bytes: int = LARGEST_SHARD,
 ) -> None:
     """Fill an empty directory with config.json and safetensors, each array as it comes.
 
@@ -55,16 +55,16 @@ def write_published(
         directory: where to write.
         hf_config: what becomes config.json.
         config: of the model, the same.
-        kinds: the dtype that each parameter is written in.
+        dtypes: the dtype that each parameter is written in.
         arrays: the parameters.
-        most: bytes of a file.
+        max_shard_bytes: of a file.
 
     Raises:
         OSError: no room, or whatever else the file system objects to.
     """
     write_json(directory / "config.json", hf_config)
     wanted = names.expected(config, names.published_layout(config))
-    shards = Shards(directory, _stored(config, wanted, kinds), most)
+    shards = Shards(directory, _stored(config, wanted, dtypes), max_shard_bytes)
     parts: dict[str, dict[str, names.Tensor]] = collections.defaultdict(dict)
     for name, tensor in wanted.items():
         parts[tensor.path][name] = tensor
@@ -75,11 +75,11 @@ def write_published(
 
 
 def _stored(
-    config: DraftConfig | TargetConfig, wanted: Mapping[str, names.Tensor], kinds: Mapping[str, np.dtype]
+    config: DraftConfig | TargetConfig, wanted: Mapping[str, names.Tensor], dtypes: Mapping[str, np.dtype]
 ) -> dict[str, Stored]:
     """Return what every tensor will be in the files."""
-    stored = {name: Stored(tensor.shape, kinds[tensor.path]) for name, tensor in wanted.items()}
-    if names.VOCABULARY in kinds:
+    stored = {name: Stored(tensor.shape, dtypes[tensor.path]) for name, tensor in wanted.items()}
+    if names.VOCABULARY in dtypes:
         some = speculators.write_vocabulary(np.arange(*wanted[speculators.D2T].shape), config.vocab_size)
         stored |= {name: Stored(array.shape, array.dtype) for name, array in some.items()}
     return stored
@@ -98,22 +98,24 @@ def _parts(
 
 
 def spell(
-    config: DraftConfig | TargetConfig, kinds: Mapping[str, np.dtype], *, in_speculators: bool = False
+    config: DraftConfig | TargetConfig, dtypes: Mapping[str, np.dtype], *, in_speculators: bool = False
 ) -> dict[str, Any]:
     """Spell a config for readers old and new; a draft with parts of its own in the layout of speculators.
 
     Args:
         config: of the model.
-        kinds: the dtype that each parameter is written in.
+        dtypes: the dtype that each parameter is written in.
         in_speculators: spell any draft in that layout.
 
     Raises:
         UserError: a dtype that is not published.
     """
-    odd = [f"{path} ({kind.name})" for path, kind in kinds.items() if kind not in FLOATS and path != names.VOCABULARY]
+    odd = [
+        f"{path} ({dtype.name})" for path, dtype in dtypes.items() if dtype not in FLOATS and path != names.VOCABULARY
+    ]
     check(not odd, f"dtypes that are not published: {names.few(odd)}; --dtype float32 or bfloat16 is right")
     # The dtype that readers cast every tensor to: where there are several, one that holds them all.
-    floats = {kind for kind in kinds.values() if kind in FLOATS}
+    floats = {dtype for dtype in dtypes.values() if dtype in FLOATS}
     dtype = functools.reduce(jnp.promote_types, floats).name
     if isinstance(config, DraftConfig) and (in_speculators or not config.is_bare):
         written = speculators.write_config(config)

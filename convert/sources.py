@@ -31,14 +31,14 @@ class Source(Protocol):
     def check(self, config: TargetConfig | DraftConfig) -> None:
         """Refuse tensors that are not those of the config."""
 
-    def dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
+    def stored_names(self, config: TargetConfig | DraftConfig) -> dict[str, set[str]]:
         """Return the names of the dtypes in which each parameter is stored."""
 
-    def stored(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
+    def stored_dtypes(self, config: TargetConfig | DraftConfig) -> dict[str, np.dtype]:
         """Return the dtype that each parameter has."""
 
-    def arrays(self, config: TargetConfig | DraftConfig, kinds: Mapping[str, np.dtype]) -> weights.Arrays:
-        """Yield every parameter, one at a time, each of the kind that is given for it."""
+    def arrays(self, config: TargetConfig | DraftConfig, dtypes: Mapping[str, np.dtype]) -> weights.Arrays:
+        """Yield every parameter, one at a time, each of the dtype that is given for it."""
 
     def companions(self) -> list[Path]:
         """Return the files of a tokenizer and a generation config."""

@@ -29,5 +29,5 @@ def to_flax(
     with converting(source_name, destination, dtype, watch) as conversion:
         source, config = conversion.source, conversion.config
         hf_config = config.to_hf() if isinstance(source, GgufSource) else source.hf_config
-        flax_checkpoint.write(conversion.directory, config, conversion.kinds, conversion.arrays(), hf_config)
+        flax_checkpoint.write(conversion.directory, config, conversion.dtypes, conversion.arrays(), hf_config)
         return conversion.finish(verify=verify)

@@ -18,7 +18,7 @@ def to_hf(
     destination: Path,
     dtype: str | None = None,
     *,
-    most: int = LARGEST_SHARD,
+    max_shard_bytes: int = LARGEST_SHARD,
     verify: bool = False,
     watch: Watch = quiet,
 ) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def to_hf(
         source_name: path or hub id of a target or a draft.
         destination: a directory that is not there yet.
         dtype: "float32" or "bfloat16"; None keeps what is stored.
-        most: bytes of a file of weights; a tensor that is larger has a file of its own.
+        max_shard_bytes: of a file of weights; a tensor that is larger has a file of its own.
         verify: read what was written once more, and compare it with the source.
         watch: follows the tensors as they come, for a display of progress.
 
@@ -39,9 +39,9 @@ def to_hf(
         UserError: as for `load_target`, a destination that is there already, or no room for it.
     """
     with converting(source_name, destination, dtype, watch) as conversion:
-        config, kinds, theirs = conversion.config, conversion.kinds, conversion.source.hf_config
-        hf_config = _carry(theirs, spell(config, kinds, in_speculators=is_speculators(theirs)))
-        write_published(conversion.directory, hf_config, config, kinds, conversion.arrays(), most)
+        config, dtypes, theirs = conversion.config, conversion.dtypes, conversion.source.hf_config
+        hf_config = _carry(theirs, spell(config, dtypes, in_speculators=is_speculators(theirs)))
+        write_published(conversion.directory, hf_config, config, dtypes, conversion.arrays(), max_shard_bytes)
         return conversion.finish(verify=verify)
 
 

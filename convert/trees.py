@@ -1,14 +1,14 @@
 """Parameter trees, and the same as flat dictionaries whose keys are paths joined with slashes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+def flatten(tree: Any) -> dict[str, Any]:
     """Return every leaf by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {"/".join(str(key.key) for key in keys): leaf for keys, leaf in leaves}
 
 

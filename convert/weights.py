@@ -33,7 +33,7 @@ def asked_dtype(name: str | None) -> np.dtype | None:
     return DTYPES[name]
 
 
-def kinds(stored: Mapping[str, np.dtype], asked: np.dtype | None) -> dict[str, np.dtype]:
+def dtypes(stored: Mapping[str, np.dtype], asked: np.dtype | None) -> dict[str, np.dtype]:
     """Return the dtype that each parameter gets: what was asked for, or what is stored.
 
     Raises:

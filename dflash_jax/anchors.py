@@ -18,7 +18,7 @@ from dflash_jax.config import LayerConfig
 class Anchors(NamedTuple):
     """The positions in their row at which blocks stand, in rising order; those that are not `valid` come last."""
 
-    rows: Int[Array, "b m"]
+    positions: Int[Array, "b m"]
     valid: Bool[Array, "b m"]
 
 
@@ -44,25 +44,24 @@ def draw(key: PRNGKeyArray, allowed: Bool[Array, "b s"], count: int) -> Anchors:
         count: m, at most s.
     """
     chances = jnp.where(allowed, jax.random.uniform(key, allowed.shape), -1.0)
-    best, rows = jax.lax.top_k(chances, count)
-    valid = best >= 0
-    rows = jnp.sort(jnp.where(valid, rows, allowed.shape[1]), axis=1)
-    valid = rows < allowed.shape[1]
-    return Anchors(jnp.where(valid, rows, 0).astype(jnp.int32), valid)
+    best, positions = jax.lax.top_k(chances, count)
+    positions = jnp.sort(jnp.where(best >= 0, positions, allowed.shape[1]), axis=1)
+    valid = positions < allowed.shape[1]
+    return Anchors(jnp.where(valid, positions, 0).astype(jnp.int32), valid)
 
 
 def label(
     tokens: Int[Array, "b s"], supervised: Bool[Array, "b s"], starts: Int[Array, "b s"], anchors: Anchors, t: int
 ) -> Labels:
     """Look up what slots 1…t-1 of each block are to say: slot k the token k positions after the anchor (law 4)."""
-    at = anchors.rows[..., None] + jnp.arange(1, t, dtype=anchors.rows.dtype)[None, None]
+    at = anchors.positions[..., None] + jnp.arange(1, t, dtype=anchors.positions.dtype)[None, None]
     inside = at < tokens.shape[1]
     at = jnp.minimum(at, tokens.shape[1] - 1)
 
     def look(array: Array) -> Array:
         return jax.vmap(lambda row, index: row[index])(array, at)
 
-    home = jnp.take_along_axis(starts, anchors.rows, axis=1)
+    home = jnp.take_along_axis(starts, anchors.positions, axis=1)
     right = inside & look(supervised) & (look(starts) == home[..., None]) & anchors.valid[..., None]
     return Labels(look(tokens), jnp.cumprod(right.astype(jnp.int32), axis=-1).astype(bool))
 
@@ -87,10 +86,10 @@ def block_spans(layer: LayerConfig, starts: Int[Array, "b s"], anchors: Anchors,
 
     Blocks of anchors that are not valid see nothing but themselves.
     """
-    last = jnp.repeat(jnp.where(anchors.valid, anchors.rows, 0), t, axis=1)
-    first = jnp.repeat(jnp.take_along_axis(starts, anchors.rows, axis=1), t, axis=1)
+    last = jnp.repeat(jnp.where(anchors.valid, anchors.positions, 0), t, axis=1)
+    first = jnp.repeat(jnp.take_along_axis(starts, anchors.positions, axis=1), t, axis=1)
     if layer.window is not None:
-        slots = masks.positions(anchors.rows.reshape(-1), t).reshape(last.shape)
+        slots = masks.positions(anchors.positions.reshape(-1), t).reshape(last.shape)
         first = jnp.maximum(first, slots - layer.window + 1)
     return Spans(jnp.minimum(first, last), last)
 

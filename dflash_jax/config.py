@@ -125,7 +125,7 @@ class TargetConfig(TransformerConfig):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftConfig(TransformerConfig):
     """A DFlash draft. `target_layer_ids` are 0-based, and tap outputs of layers (law 1).
 
@@ -133,9 +133,9 @@ class DraftConfig(TransformerConfig):
     whether the draft brings an embedding.
     """
 
-    block_size: int = 16
-    mask_token_id: int = 0
-    target_layer_ids: tuple[int, ...] = ()
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
     num_target_layers: int | None = None
     is_causal: bool | None = None
     input_embedding_scale: float = 1.0

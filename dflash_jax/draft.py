@@ -136,7 +136,7 @@ class Draft(nn.Module):
         x = blocks.reshape(b, m * t, d) * jnp.asarray(self.config.input_embedding_scale, blocks.dtype)
         fused = sharding.by_rows(self.context_norm(self.fc(features)))
         rows = masks.positions(jnp.zeros(b, starts.dtype), features.shape[1]) - starts
-        spots = anchors.rows - jnp.take_along_axis(starts, anchors.rows, axis=1)
+        spots = anchors.positions - jnp.take_along_axis(starts, anchors.positions, axis=1)
         slots = masks.positions(spots.reshape(-1), t).reshape(b, m * t)
         kept = None if remat else jax.checkpoint_policies.save_only_these_names(DEAR)
         run = nn.remat(DraftLayer.over_blocks, static_argnums=(6,), policy=kept)

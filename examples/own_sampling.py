@@ -6,11 +6,10 @@ logits that judge it and on its position alone, random key included: then the dr
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float, Int, Key
 
 from convert import cli, compile_cache, load_draft, load_target, load_tokenizer, progress
@@ -19,11 +18,8 @@ from dflash_jax import masks, sharding
 from dflash_jax.acceptance import accepted, emission
 from dflash_jax.attention import PIECE
 from dflash_jax.config import check_pair
-from dflash_jax.draft import Draft
 from dflash_jax.errors import check
-from dflash_jax.parameters import Params
 from dflash_jax.sampling import Policy
-from dflash_jax.target import Target
 from inference import decode, prompts
 from inference.decode import DecodeState, Models, Request, Weights
 from inference.demo import DEMO_DRAFT, QUESTIONS, first_difference
@@ -53,19 +49,16 @@ def choose(rule: MinP, logits: Float[Array, "b t v"], positions: Int[Array, "b t
 
 def decode_block(models: Models, weights: Weights, rule: MinP, state: DecodeState) -> DecodeState:
     """Draft a block, judge it in one pass of the target, and commit what our rule agrees with, and one choice more."""
-    anchors = decode.anchors(state)
+    anchors = decode.anchor_tokens(state)
     drafts = decode.propose(models, weights, anchors, state.draft, state.lengths)
     block = jnp.concatenate([anchors, drafts], axis=1)
-    target = Target(models.target, models.taps)
-    hidden, features, cache = _run(target, weights.target, block, state.target, state.lengths)
-    state = state._replace(target=cache)
-    if models.draft is not None:  # what the target computed is what later blocks are drafted from
-        draft = Draft(models.draft)
-        cache = _run(draft, weights.draft, features, state.draft, state.lengths, method="extend")
-        state = state._replace(draft=cache)
+    hidden, features, target = decode.run_target(models, weights, block, state.target, state.lengths)
+    # What the target computed is what later blocks are drafted from.
+    draft = decode.extend_context(models, weights, features, state.draft, state.lengths)
+    state = state._replace(target=target, draft=draft)
     # The logits of a slot judge the position after it.
     judged = masks.positions(state.lengths, models.block_size) + 1
-    chosen = choose(rule, _logits(models, weights, hidden), judged)
+    chosen = choose(rule, decode.target_logits(models, weights, hidden), judged)
     return decode.commit(state, chosen, accepted(chosen, drafts))
 
 
@@ -75,7 +68,7 @@ def decode_blocks(
 ) -> DecodeState:
     """Decode an admitted row to its end, on the device; `hidden` is the prompt's last state, from the prefill."""
     # `admit` chose the first token as the engine does; ours takes its place.
-    first = choose(rule, _logits(models, weights, hidden), state.lengths[:, None])
+    first = choose(rule, decode.target_logits(models, weights, hidden), state.lengths[:, None])
     end = emission(first, jnp.ones_like(state.lengths), state.stops, state.last - state.lengths + 1)
     state = state._replace(
         tokens=state.tokens.at[0, state.lengths[0]].set(first[0, 0]),
@@ -139,15 +132,6 @@ def main(argv: Sequence[str]) -> None:
     at = first_difference(drafted, plain)
     same = "the same tokens" if at is None else f"other tokens, from number {at + 1} on"
     print(f"Without it: {same}, in {passes} passes of the target.")
-
-
-def _logits(models: Models, weights: Weights, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
-    scored: Array = _run(Target(models.target), weights.target, hidden, method="logits")
-    return scored
-
-
-def _run(module: nn.Module, params: Params, *inputs: Any, method: str = "__call__") -> Any:
-    return module.apply({"params": params}, *inputs, method=method)
 
 
 def _parser() -> cli.Parser:

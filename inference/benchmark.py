@@ -6,7 +6,7 @@ import itertools
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +37,7 @@ from inference.flags import (
     whole,
 )
 from inference.measure import Asking, Measured, check_questions, measure
-from inference.parts import part_seconds
+from inference.parts import part_shares
 from inference.prompts import has_thinking_switch
 from inference.questions import Question
 
@@ -82,17 +82,15 @@ def main(argv: Sequence[str]) -> None:
         askings = {
             temperature: Asking(tokenizer, args.thinking, sampling) for temperature, sampling in samplings.items()
         }
-        found = _measure_all(args, target, paired, mesh, asked, askings)
+        results: list[dict[str, Any]] = []
+        for found in _measure_all(args, target, paired, mesh, asked, askings):
+            # Files are written after each combination: what hours have found must not be lost with the last one.
+            results = [result for result, _ in found]
+            if processes.first():
+                document = _document(args, ckpt, draft, mesh, results)
+                _write(args, document, [measured for _, measured in found], tokenizer)
     if processes.first():
-        results = [result for result, _ in found]
-        document = _document(args, ckpt, draft, mesh, results)
         tables.show(results, sys.stdout)
-        if args.json:
-            with new_file(Path(args.json)) as file:
-                write_json(file, document)
-        if args.report:
-            with new_file(Path(args.report)) as file:
-                file.write_text(report.page(document, [pairs for _, pairs in found], tokenizer), encoding="utf-8")
 
 
 def _parser() -> cli.Parser:
@@ -151,7 +149,8 @@ def _check(args: argparse.Namespace) -> None:
         if name is not None:
             file = Path(name)
             check(
-                bool(name) and (file.is_file() or not file.exists()), f"{flag} {name}: no file; a file's name is right"
+                bool(name) and (file.is_file() or not file.exists()),
+                f"{flag} {name!r}: no name of a file; one is right",
             )
             check(
                 file.parent.is_dir() and os.access(file.parent, os.W_OK),
@@ -190,10 +189,11 @@ def _measure_all(
     mesh: Mesh,
     asked: dict[str, list[Question]],
     askings: dict[float, Asking],
-) -> list[tuple[dict[str, Any], Measured]]:
-    """Measure every combination, and return its result and its answers, data set by data set."""
+) -> Iterator[list[tuple[dict[str, Any], Measured]]]:
+    """Measure every combination; after each, yield the results and the answers of all so far, data set by data set."""
     sizes: list[Any] = args.block_size or [None]
-    found = {}
+    order = list(itertools.product(args.data, args.temperature, args.batch_size, sizes))
+    found: dict[Any, tuple[dict[str, Any], Measured]] = {}
     for rows in args.batch_size:
         engines: list[Engine] = []  # those of the last batch size let go of their caches
         with flags_named():
@@ -208,16 +208,25 @@ def _measure_all(
             measured = measure(engines, asked[data], askings[temperature], rows, progress.show)
             for size, engine, one in zip(sizes, engines, measured, strict=True):
                 own = None if size == AUTO else int(engine.block_size)
-                parts = None if size == AUTO else part_seconds(engine)
+                parts = None if size == AUTO else part_shares(engine)
                 named = {
                     "data": data,
                     "temperature": temperature,
                     "batch_size": rows,
                     "block_size": own or AUTO,
                 }
-                found[data, temperature, rows, size] = (named | figures(one, own, rows, parts), one)
-    order = itertools.product(args.data, args.temperature, args.batch_size, sizes)
-    return [found[combination] for combination in order]
+                found[data, temperature, rows, size] = (named | figures(one, own, parts), one)
+            yield [found[combination] for combination in order if combination in found]
+
+
+def _write(args: argparse.Namespace, document: dict[str, Any], measured: list[Measured], tokenizer: Any) -> None:
+    """Write the files that were asked for."""
+    if args.json:
+        with new_file(Path(args.json)) as file:
+            write_json(file, document)
+    if args.report:
+        with new_file(Path(args.report)) as file:
+            file.write_text(report.page(document, measured, tokenizer), encoding="utf-8")
 
 
 def _document(

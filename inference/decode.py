@@ -116,10 +116,10 @@ def empty_state(models: Models, batch: int, rows: int, dtype: jnp.dtype) -> Deco
         blocks=fill(0, jnp.int32),
         finish=fill(FULL, jnp.int32),
     )
-    return _spread(models, state)
+    return spread(models, state)
 
 
-def _spread(models: Models, state: DecodeState) -> DecodeState:
+def spread(models: Models, state: DecodeState) -> DecodeState:
     """Keep the state where it lies: rows over the data axis, heads over the tensor axis."""
     caches, others = (state.target, state.draft), state._replace(target=(), draft=())
     target, draft = sharding.constrain(models.mesh, sharding.CACHE, caches)
@@ -146,15 +146,15 @@ def prefill(
     """
     at = start[None]
     one = jax.tree.map(functools.partial(_row_of, models.mesh, row), (state.target, state.draft))
-    hidden, features, target = _target(models, weights, tokens, one[0], at)
-    draft = _extend(models, weights, features, one[1], at)
+    hidden, features, target = run_target(models, weights, tokens, one[0], at)
+    draft = extend_context(models, weights, features, one[1], at)
     both = jax.tree.map(
         lambda buffer, part: jax.lax.dynamic_update_slice_in_dim(buffer, part, row, 0),
         (state.target, state.draft),
         (target, draft),
     )
     final = jax.lax.dynamic_slice_in_dim(hidden, end - start, 1, axis=1)
-    return _spread(models, state._replace(target=both[0], draft=both[1])), final
+    return spread(models, state._replace(target=both[0], draft=both[1])), final
 
 
 def _row_of(mesh: Mesh | AbstractMesh, row: Int[Array, ""], buffer: Float[Array, "b k s h"]) -> Float[Array, "1 k s h"]:
@@ -176,7 +176,7 @@ def admit(
 ) -> DecodeState:
     """Start the answer of a row whose prompt is in the caches: its first token is the target's, from the prefill."""
     first_position = request.prompt_length[None]
-    token = choose(_logits(models, weights, hidden), first_position[:, None], request.policy)
+    token = choose(target_logits(models, weights, hidden), first_position[:, None], request.policy)
     room = request.last - request.prompt_length + 1
     first = emission(token, jnp.ones_like(first_position), request.stops[None], room[None])
 
@@ -193,7 +193,7 @@ def admit(
         blocks=put(state.blocks, jnp.zeros((), jnp.int32)),
         finish=put(state.finish, _finish(first.stopped, first.full)[0]),
     )
-    return _spread(models, begun)
+    return spread(models, begun)
 
 
 @functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
@@ -213,7 +213,7 @@ def decode(
 
     def step(now_models: Models, carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         done, now = carry
-        return done + 1, _spread(models, decode_block(now_models, weights, now))
+        return done + 1, spread(models, decode_block(now_models, weights, now))
 
     def turn(costs: Array, carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         # Loops, each as long as its size is the right one, and not a switch, which would copy the caches.
@@ -246,16 +246,16 @@ def _plain_tokens(
 
     def step(inner: tuple[Array, DecodeState, Array]) -> tuple[Array, DecodeState, Array]:
         done, now, waiting = inner
-        start = anchors(now)
+        start = anchor_tokens(now)
         judged, features = _judge(models, weights, now, start, start[:, :0])
         waiting = jax.lax.dynamic_update_slice_in_dim(waiting, features, done - carry[0], axis=1)
-        return done + 1, _spread(models, judged), waiting
+        return done + 1, spread(models, judged), waiting
 
     done, state, waiting = jax.lax.while_loop(
         lambda inner: go_on(inner[:2]) & (inner[0] - carry[0] < most), step, (*carry, waiting)
     )
-    draft = _extend(models, weights, waiting, state.draft, begun.lengths)
-    return done, _spread(models, state._replace(draft=draft))
+    draft = extend_context(models, weights, waiting, state.draft, begun.lengths)
+    return done, spread(models, state._replace(draft=draft))
 
 
 @functools.partial(jax.jit, static_argnames="models")
@@ -266,11 +266,11 @@ def look(models: Models, state: DecodeState) -> DecodeState:
 
 def decode_block(models: Models, weights: Weights, state: DecodeState) -> DecodeState:
     """Draft, verify, accept and commit one block of every running row (laws 4 to 6)."""
-    start = anchors(state)
+    start = anchor_tokens(state)
     return verify(models, weights, state, start, propose(models, weights, start, state.draft, state.lengths))
 
 
-def anchors(state: DecodeState) -> Int[Array, "b 1"]:
+def anchor_tokens(state: DecodeState) -> Int[Array, "b 1"]:
     """Return each row's last token, which is not in the caches yet."""
     return jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
 
@@ -284,7 +284,7 @@ def verify(
 ) -> DecodeState:
     """Judge the drafts in one pass of the target, and commit what it keeps; features go into the draft's context."""
     judged, features = _judge(models, weights, state, anchors, drafts)
-    return judged._replace(draft=_extend(models, weights, features, state.draft, state.lengths))
+    return judged._replace(draft=extend_context(models, weights, features, state.draft, state.lengths))
 
 
 def _judge(
@@ -295,9 +295,9 @@ def _judge(
     drafts: Int[Array, "b {models.block_size-1}"],
 ) -> tuple[DecodeState, Float[Array, "b {models.block_size} pd"]]:
     block = jnp.concatenate([anchors, drafts], axis=1)
-    hidden, features, target = _target(models, weights, block, state.target, state.lengths)
+    hidden, features, target = run_target(models, weights, block, state.target, state.lengths)
     judged = masks.positions(state.lengths, models.block_size) + 1
-    chosen = choose(_logits(models, weights, hidden), judged, state.policy)
+    chosen = choose(target_logits(models, weights, hidden), judged, state.policy)
     return commit(state._replace(target=target), chosen, accepted(chosen, drafts)), features
 
 
@@ -315,7 +315,7 @@ def propose(
     hidden = _apply(Draft(config), weights.draft, embedded, cache, start)[:, 1:]
     if config.own_vocabulary is not None:
         return _apply(Draft(config), weights.draft, hidden, method="propose")
-    return likeliest(adjust_logits(config, _logits(models, weights, hidden)))
+    return likeliest(adjust_logits(config, target_logits(models, weights, hidden)))
 
 
 def commit(state: DecodeState, chosen: Int[Array, "b t"], count: Int[Array, "b"]) -> DecodeState:
@@ -345,22 +345,25 @@ def commit(state: DecodeState, chosen: Int[Array, "b t"], count: Int[Array, "b"]
     )
 
 
-def _target(
+def run_target(
     models: Models, weights: Weights, tokens: Int[Array, "b t"], cache: Cache, start: Int[Array, "b"]
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b t pd"], Cache]:
+    """Run the target over tokens from position `start` on; return hidden states, features, and the longer cache."""
     # The compiler splits all by how weights and rows lie, but for experts, who must be told.
     known = sharding.traced_on(models.mesh) if models.target.has_experts else contextlib.nullcontext()
     with known:
         return _apply(Target(models.target, models.taps), weights.target, tokens, cache, start)
 
 
-def _logits(models: Models, weights: Weights, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+def target_logits(models: Models, weights: Weights, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+    """Score hidden states by the target's head."""
     return _apply(Target(models.target), weights.target, hidden, method="logits")
 
 
-def _extend(
+def extend_context(
     models: Models, weights: Weights, features: Float[Array, "b t pd"], cache: Cache, start: Int[Array, "b"]
 ) -> Cache:
+    """Put the target's features into the draft's context, from position `start` on; without a draft there is none."""
     if models.draft is None:
         return cache
     return _apply(Draft(models.draft), weights.draft, features, cache, start, method="extend")

@@ -100,7 +100,7 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prompt:
+class WaitingPrompt:
     """A prompt that waits for a row: its place among the answers, and the number that its random keys are made of."""
 
     index: int
@@ -108,7 +108,7 @@ class _Prompt:
     tokens: Sequence[int]
 
 
-def numbered(prompts: Iterable[Sequence[int]]) -> Iterator[_Prompt]:
+def numbered(prompts: Iterable[Sequence[int]]) -> Iterator[WaitingPrompt]:
     """Give prompts numbers by what they say, not by where they stand, so that neighbours change no sample (law 10).
 
     The same prompt gets another number each time it comes.
@@ -118,7 +118,7 @@ def numbered(prompts: Iterable[Sequence[int]]) -> Iterator[_Prompt]:
         digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=8).digest()
         number = hashlib.blake2b(digest + told[digest].to_bytes(8, "little"), digest_size=4).digest()
         told[digest] += 1
-        yield _Prompt(index, int.from_bytes(number, "little"), prompt)
+        yield WaitingPrompt(index, int.from_bytes(number, "little"), prompt)
 
 
 @dataclasses.dataclass
@@ -318,7 +318,7 @@ class Engine:
         return self._speculative if speculate else self._plain
 
     def _serve(
-        self, waiting: Iterator[_Prompt], sampling: SamplingConfig, speculate: bool, blocks: int
+        self, waiting: Iterator[WaitingPrompt], sampling: SamplingConfig, speculate: bool, blocks: int
     ) -> Iterator[tuple[int, Generation]]:
         """Decode prompts through the batch, yielding (index, answer so far) at every look at the device."""
         models = self._models(speculate)
@@ -368,7 +368,7 @@ class Engine:
         models: decode.Models,
         state: decode.DecodeState,
         place: int,
-        prompt: _Prompt,
+        prompt: WaitingPrompt,
         sampling: SamplingConfig,
     ) -> tuple[decode.DecodeState, _Row]:
         began = time.perf_counter()

@@ -10,7 +10,7 @@ from inference.measure import Measured, Pair
 from inference.parts import Parts
 
 
-def figures(measured: Measured, block_size: int | None, rows: int, parts: Parts | None) -> dict[str, Any]:
+def figures(measured: Measured, block_size: int | None, parts: Parts | None) -> dict[str, Any]:
     """Return what the JSON says of a combination.
 
     First tokens come from the prefill, and neither they nor its seconds count in a speed. A block's seconds are those
@@ -20,8 +20,7 @@ def figures(measured: Measured, block_size: int | None, rows: int, parts: Parts 
     Args:
         measured: answers and seconds.
         block_size: tokens a block, or None where blocks differ.
-        rows: answers at a time.
-        parts: what drafting and verifying take alone, where that was measured.
+        parts: shares of drafting and verifying in a block, where they were measured.
     """
     plain, drafted = [pair.plain for pair in measured.pairs], [pair.drafted for pair in measured.pairs]
     blocks = sum(len(answer.emitted_per_block) for answer in drafted)
@@ -40,7 +39,7 @@ def figures(measured: Measured, block_size: int | None, rows: int, parts: Parts 
         "block_cost": ratio(block, token),
         "histogram": histogram(drafted, block_size),
         "by_slot": accepted_by_slot(drafted),
-        "time_split": _time_split(measured, blocks, rows, parts) if parts else None,
+        "time_split": _time_split(measured, parts) if parts else None,
         "per_prompt": [_of_prompt(pair) for pair in measured.pairs],
     }
 
@@ -84,12 +83,9 @@ def _tokens(answers: Sequence[Generation]) -> int:
     return sum(len(answer.token_ids) - 1 for answer in answers)
 
 
-def _time_split(measured: Measured, blocks: int, rows: int, parts: Parts) -> dict[str, float]:
-    """Split the seconds that all answers took with the draft.
-
-    Parts were measured for a whole batch, of which a block is one row's share; what idle rows cost is in the rest.
-    """
-    draft, verify = parts.draft / rows * blocks, parts.verify / rows * blocks
+def _time_split(measured: Measured, parts: Parts) -> dict[str, float]:
+    """Split the seconds that all answers took with the draft as a block's are split."""
+    draft, verify = (share * measured.drafted_seconds for share in parts)
     return {
         "prefill_seconds": sum(pair.drafted.prefill_seconds for pair in measured.pairs),
         "draft_seconds": draft,

@@ -37,7 +37,8 @@ AUTO: Literal["auto"] = "auto"
 TOO_MUCH = (
     "--max-length, --batch-size: they ask for more memory than there is; less of either, or --dtype bfloat16, is right"
 )
-FIELDS = re.compile(rf"\b({'|'.join(FLAGS)})\b")
+# Not where they are a part of some path.
+FIELDS = re.compile(rf"(?<![\w/.-])({'|'.join(FLAGS)})(?![\w/.-])")
 
 
 @contextlib.contextmanager

@@ -79,7 +79,8 @@ def main(argv: Sequence[str]) -> None:
                     engine.check_prompt(ids, sampling, name)
             compile_cache.tell_compiling()
             engine.warm_up()
-            answers = in_order(engine.serve(encoded, sampling, live=not (args.json or args.output), skip=done), done)
+            live = not (args.json or args.output)
+            answers = results.in_order(engine.serve(encoded, sampling, live=live, skip=done), done)
             if not processes.first():
                 collections.deque(answers, maxlen=0)  # its devices decode, and its results are those of the first
             elif args.json or args.output:
@@ -92,21 +93,6 @@ def main(argv: Sequence[str]) -> None:
             else:
                 _show(answers, tokenizer, names, colours=draft is not None)
     return None
-
-
-def in_order(answers: Iterable[tuple[int, Generation]], turn: int = 0) -> Iterator[tuple[int, Generation]]:
-    """Hold back what comes of later answers until those before them, from number `turn` on, are done."""
-    latest: dict[int, Generation] = {}
-    for index, generation in answers:
-        latest[index] = generation
-        if index != turn:
-            continue
-        while turn in latest:
-            generation = latest.pop(turn)  # noqa: PLW2901
-            yield turn, generation
-            if generation.finish_reason is None:
-                break
-            turn += 1
 
 
 def _show(answers: Iterable[tuple[int, Generation]], tokenizer: Any, names: Sequence[str], *, colours: bool) -> None:

@@ -1,16 +1,15 @@
 """Prompts as users give them: text, chats or token ids, from the command line, a JSONL file or standard input."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from convert import rows
+from convert.rows import spoken, utf8
 from dflash_jax.errors import UserError, check
 
-BOM = b"\xef\xbb\xbf"
 FORMS = ("prompt", "messages", "prompt_ids")
 ROW = '{"prompt": "…"}, {"messages": […]} or {"prompt_ids": […]}'
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +61,9 @@ def from_file(name: str) -> list[Prompt]:
         content = Path(name).read_bytes()
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror}); a JSONL file of prompts is right") from error
-    lines = utf8(content.removeprefix(BOM), name).split("\n")
+    lines = utf8(content.removeprefix(rows.BOM), name).split("\n")
     numbered = ((f"{name}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
-    prompts = [from_row(read_row(line, where), where) for where, line in numbered]
+    prompts = [from_row(rows.read_row(line, where, ROW), where) for where, line in numbered]
     check(bool(prompts), f"{name}: empty; a row {ROW} for each prompt is right")
     return prompts
 
@@ -111,33 +110,6 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any, thinking: bool, wher
     return ids
 
 
-def utf8(content: bytes, where: str) -> str:
-    """Read bytes as text.
-
-    Raises:
-        UserError: they are none in UTF-8.
-    """
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not valid UTF-8 text (byte {error.start + 1})") from error
-
-
-def read_row(line: str, where: str, right: str = ROW) -> dict[str, Any]:
-    """Read a row of a JSONL file; `right` shows what rows look like.
-
-    Raises:
-        UserError: no JSON object.
-    """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}); a row {right} is right") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: a JSON {type(row).__name__}; a row {right} is right")
-    return row
-
-
 def from_row(row: dict[str, Any], where: str) -> Prompt:
     """Take the prompt of a JSONL file's row.
 
@@ -150,7 +122,7 @@ def from_row(row: dict[str, Any], where: str) -> Prompt:
     if form == "prompt":
         return check_text(value, where)
     if form == "messages":
-        messages = check_messages(value, where)
+        messages = rows.check_messages(value, where)
         last = messages[-1]["role"]
         check(last != "assistant", f"{where}: the last message is an answer; one to be answered is right")
         return Prompt(where, messages=messages)
@@ -165,7 +137,7 @@ def check_ids(value: Any, where: str) -> list[int]:
     """
     check(
         isinstance(value, list) and bool(value) and all(type(i) is int and abs(i) < 2**31 for i in value),
-        f"{where}: prompt_ids is {_kind(value)}; a list of token ids, one or more, is right",
+        f"{where}: prompt_ids is {spoken(value)}; a list of token ids, one or more, is right",
     )
     return list(value)
 
@@ -176,34 +148,5 @@ def check_text(value: Any, where: str, name: str = "prompt") -> Prompt:
     Raises:
         UserError: it is no text, or as `from_text`.
     """
-    check(isinstance(value, str), f"{where}: {name} is {_kind(value)}; a text is right")
+    check(isinstance(value, str), f"{where}: {name} is {spoken(value)}; a text is right")
     return from_text(value, where)
-
-
-def check_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return what a row has for `messages`, if they are the messages of a chat.
-
-    Raises:
-        UserError: they are not, or one has no role that is known, or no text.
-    """
-    check(
-        isinstance(value, list) and bool(value),
-        f'{where}: messages is {_kind(value)}; a list of {{"role": …, "content": …}}, one or more, is right',
-    )
-    for i, message in enumerate(value):
-        name = f"{where}: messages[{i}]"
-        check(isinstance(message, dict), f'{name} is {_kind(message)}; {{"role": …, "content": …}} is right')
-        role, content = message.get("role"), message.get("content")
-        # Some templates pass over roles that they do not know, without a word.
-        check(role in ROLES, f"{name}: role {role!r}; {', '.join(ROLES)} are known")
-        calls = role == "assistant" and bool(message.get("tool_calls"))
-        check(isinstance(content, str) or calls, f"{name}: content is {_kind(content)}; a text is right")
-    return list(value)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "missing or null"
-    return (
-        f"an empty {type(value).__name__}" if value in ([], {}, "") else f"the {type(value).__name__} {str(value)[:40]}"
-    )

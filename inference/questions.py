@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from convert import rows
 from dflash_jax.errors import UserError, check
 from inference import prompts
 from inference.prompts import Prompt
@@ -126,11 +127,11 @@ def _file_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--data {file}: cannot be read ({reason}); a JSONL file is right") from error
-    lines = prompts.utf8(content.removeprefix(prompts.BOM), file).split("\n")
+    lines = rows.utf8(content.removeprefix(rows.BOM), file).split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{file}, line {number}"
-            yield where, prompts.read_row(line, where, ROW)
+            yield where, rows.read_row(line, where, ROW)
 
 
 def _hub_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -153,8 +153,8 @@ def _combination(result: Result, measured: Measured, tokenizer: Any) -> str:
             _figure(
                 "Time with the draft",
                 stack("Time with the draft", parts),
-                "An estimate: draft and verify were timed as programs of their own, after the decoding loop, the best "
-                "of a few rounds. The rest is what decoding took beyond them, also where others kept the machine busy.",
+                "Draft and verify are estimates: their shares of a block, timed as programs of their own in turns with "
+                "whole blocks, the median of a few rounds. The rest is what a block of the decoding loop takes beyond.",
             )
         )
     return (

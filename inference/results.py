@@ -6,7 +6,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,21 @@ def record(generation: Generation, tokenizer: Any, prompt_tokens: int, settings:
         "tokens_per_second": generation.tokens_per_second,
         **settings,
     }
+
+
+def in_order(answers: Iterable[tuple[int, Generation]], turn: int) -> Iterator[tuple[int, Generation]]:
+    """Hold back what comes of later answers until those before them, from number `turn` on, are done."""
+    latest: dict[int, Generation] = {}
+    for index, generation in answers:
+        latest[index] = generation
+        if index != turn:
+            continue
+        while turn in latest:
+            generation = latest.pop(turn)  # noqa: PLW2901
+            yield turn, generation
+            if generation.finish_reason is None:
+                break
+            turn += 1
 
 
 def print_line(result: dict[str, Any]) -> None:

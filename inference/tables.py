@@ -34,7 +34,8 @@ def show(results: Sequence[dict[str, Any]], out: TextIO) -> None:
 def data_name(result: dict[str, Any]) -> str:
     """Return what a result's data are called: the set's name, or the file's without its directories."""
     name, _, _ = result["data"].partition("=")
-    return name if name in NAMED else Path(result["data"]).name
+    shown = name if name in NAMED else Path(result["data"]).name
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in shown)
 
 
 def name(result: dict[str, Any]) -> str:
@@ -108,5 +109,5 @@ def _details(result: dict[str, Any]) -> list[str]:
         lines.append(f"  accepted up to slot: {', '.join(shares)}")
     if split := result["time_split"]:
         parts = ", ".join(f"{part.removesuffix('_seconds')} {seconds:.2f} s" for part, seconds in split.items())
-        lines.append(f"  time with the draft: {parts} (draft and verify estimated outside the loop)")
+        lines.append(f"  time with the draft: {parts} (shares of a block, estimated)")
     return lines

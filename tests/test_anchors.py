@@ -28,7 +28,7 @@ def test_an_anchor_and_its_next_are_supervised_and_of_one_document():
 def test_anchors_come_in_rising_order_and_each_once():
     for seed in range(20):
         drawn = draw(jax.random.key(seed), candidates(SUPERVISED, STARTS), 3)
-        rows = drawn.rows[0].tolist()
+        rows = drawn.positions[0].tolist()
         assert drawn.valid.all()
         assert rows == sorted(set(rows))
         assert set(rows) <= {2, 3, 4, 8}
@@ -37,7 +37,7 @@ def test_anchors_come_in_rising_order_and_each_once():
 def test_where_there_are_fewer_all_are_drawn_and_the_rest_is_not_valid():
     drawn = draw(jax.random.key(0), candidates(SUPERVISED, STARTS), 6)
     assert drawn.valid[0].tolist() == [True] * 4 + [False] * 2
-    assert drawn.rows[0, :4].tolist() == [2, 3, 4, 8]
+    assert drawn.positions[0, :4].tolist() == [2, 3, 4, 8]
     nothing = draw(jax.random.key(0), jnp.zeros((1, 13), bool), 6)
     assert not nothing.valid.any()
 
@@ -45,7 +45,7 @@ def test_where_there_are_fewer_all_are_drawn_and_the_rest_is_not_valid():
 def test_every_allowed_position_is_drawn_alike_often():
     allowed = jnp.asarray([[1, 0, 1, 1, 1, 0]], bool)
     keys = jax.random.split(jax.random.key(1), 4000)
-    counts = jnp.zeros(6).at[jax.vmap(lambda key: draw(key, allowed, 2).rows[0])(keys).reshape(-1)].add(1)
+    counts = jnp.zeros(6).at[jax.vmap(lambda key: draw(key, allowed, 2).positions[0])(keys).reshape(-1)].add(1)
     assert (abs(np.asarray(counts) / 4000 - np.array([0.5, 0, 0.5, 0.5, 0.5, 0])) < 0.03).all()
 
 

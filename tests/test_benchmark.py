@@ -117,10 +117,10 @@ def test_blocks_are_counted_by_length():
 def test_figures_are_golden():
     one = Pair("f, line 1", 1, "a", [1, 2], answer([1] * 6, seconds=9.0), answer([4, 2], seconds=4.0))
     other = Pair("f, line 2", 2, "b", [3], answer([1, 1]), answer([1, 1], tokens=[0, 1, 7]))
-    got = figures(Measured([one, other], 4.0, 2.5), 4, 2, Parts(0.2, 0.6))
+    got = figures(Measured([one, other], 4.0, 2.5), 4, Parts(0.2, 0.6))
     per_prompt = got.pop("per_prompt")
     assert got.pop("time_split") == pytest.approx(
-        {"prefill_seconds": 1.0, "draft_seconds": 0.4, "verify_seconds": 1.2, "rest_seconds": 0.9}
+        {"prefill_seconds": 1.0, "draft_seconds": 0.5, "verify_seconds": 1.5, "rest_seconds": 0.5}
     )
     assert got.pop("by_slot") == pytest.approx([0.5, 0.25, 0.25])
     assert got.pop("histogram") == [2, 1, 0, 1]
@@ -160,13 +160,13 @@ def test_figures_are_golden():
 
 
 def test_answers_of_one_token_have_no_speed():
-    got = figures(Measured([Pair("f", 1, "a", [1], answer([]), answer([]))], 0.1, 0.1), 4, 1, None)
+    got = figures(Measured([Pair("f", 1, "a", [1], answer([]), answer([]))], 0.1, 0.1), 4, None)
     assert (got["identical"], got["histogram"], got["by_slot"]) == (1, [0] * 4, [])
     assert [got[key] for key in ("speedup", "acceptance_length", "block_seconds", "block_cost")] == [None] * 4
 
 
 def test_blocks_of_several_sizes_have_no_parts():
-    got = figures(Measured([Pair("f", 1, "a", [1], answer([1, 1]), answer([2]))], 1.0, 1.0), None, 1, None)
+    got = figures(Measured([Pair("f", 1, "a", [1], answer([1, 1]), answer([2]))], 1.0, 1.0), None, None)
     assert (got["time_split"], got["histogram"]) == (None, [0, 1])
 
 
@@ -314,7 +314,7 @@ def test_without_the_library_or_the_hub_a_line_says_what_is_right(monkeypatch):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("[1]", "line 1: a JSON list; a row {"),
+        ("[1]", "line 1: the list [1]; a row {"),
         ({"text": "a"}, "line 1: no prompt; a row {"),
         ({"question": "a", "prompt": "b"}, "line 1: prompt and question; a row {"),
         ({"question": 3}, "question is the int 3; a text is right"),
@@ -356,6 +356,20 @@ def test_the_command_writes_what_is_promised(run, write):
     assert "blocks by tokens: 1: 90.0%, 2: 10.0%," in out
     assert "accepted up to slot: 1: 10.0%, 2: 0.0%, 3: –," in out
     check_page(page, asked)
+
+
+def test_what_is_measured_is_written_before_the_next_is(run, write, tmp_path, monkeypatch):
+    path, measure = write({"prompt": "b"}), benchmark.measure
+
+    def once(engines, *arguments):
+        monkeypatch.setattr(benchmark, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        return measure(engines, *arguments)
+
+    monkeypatch.setattr(benchmark, "measure", once)
+    with pytest.raises(KeyboardInterrupt):
+        run("--data", path, "--batch-size", 1, 2)
+    assert [one["batch_size"] for one in json.loads((tmp_path / "o.json").read_text())["results"]] == [1]
+    assert "batch 1, block 8" in (tmp_path / "o.html").read_text()
 
 
 def check_page(page, asked):
@@ -423,7 +437,7 @@ def test_a_second_turn_without_room_is_left_out_and_told(run, write, capsys, tar
         (["--batch-size", "2", "2"], "--batch-size: a value more than once"),
         (["--temperature", "-1"], "--temperature: -1.0; 0 (greedy), or a number from"),
         (["--json", "no/where.json"], "--json no/where.json: no is no directory"),
-        (["--report", ""], "--report : no file"),
+        (["--report", ""], "--report '': no name of a file"),
         (["--json", "one", "--report", "one"], "--json and --report: both one"),
         (["--max-new-tokens", "1"], "'1'; a whole number of 2 or more is right"),
         (["--mesh", "data=64"], "64"),

@@ -1,5 +1,4 @@
 import itertools
-import json
 import os
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from convert.demo_target import find_demo_target
 from dflash_jax.errors import UserError
 from inference.prompts import Prompt, encode
 from tests import pair
-from training.chats import Language, documents, read_row
+from training.chats import Language, documents
 
 # Where the real tokenizer lies: a directory with tokenizer.json and tokenizer_config.json.
 QWEN3 = Path(os.environ.get("QWEN3_TOKENIZER", Path(__file__).parents[2] / "shared/tokenizers/qwen3"))
@@ -296,22 +295,3 @@ def test_a_template_that_no_answer_can_be_found_with_is_refused(template, reason
 def test_a_tokenizer_of_another_target_is_refused():
     language = Language(pair.tokenizer(PLAIN), (pair.STOP,), 100, False)
     assert "is not in the target's vocabulary of 100" in refusal({"messages": CHATTED}, language)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"messages": ', "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
-        (b"[1]", "the list [1]; a row {"),
-        (b'{"a": "\xff"}', "not valid UTF-8 text (byte 8)"),
-    ],
-)
-def test_a_line_that_is_no_row_is_refused(line, reason):
-    with pytest.raises(UserError) as caught:
-        read_row(line, HERE)
-    assert str(caught.value).startswith(f"{HERE}: {reason}")
-
-
-def test_a_line_may_end_as_on_another_system():
-    assert read_row(json.dumps({"a": "ä\u2028"}, ensure_ascii=False).encode() + b"\r", HERE) == {"a": "ä\u2028"}

@@ -229,6 +229,18 @@ def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(module
     assert told == b""
 
 
+def test_a_program_that_imports_the_package_keeps_its_own_way_with_interrupts(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import convert")
+    (tmp_path / "theirs" / "__main__.py").write_text(
+        "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
+    command = [sys.executable, "-X", "utf8", "-m", "theirs", "convert"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "True\n"
+
+
 def test_streams_that_are_full_closed_or_of_few_characters_end_without_a_traceback():
     command = f"exec {sys.executable} -c 'from convert.cli import run; run(lambda _: print(\"Zw\\u00f6lf\"))'"
     for redirect, status, out, err in (
@@ -255,4 +267,5 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(monkeypatch, capsys)
     seconds = iter(range(0, 100, 2))
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     assert list(progress.show("abcdef", 6, "reading x")) == list("abcdef")
-    assert capsys.readouterr().err == "reading x\nreading x: 2 of 6\nreading x: 5 of 6\n"
+    told = ["reading x", "reading x: 2 of 6", "reading x: 5 of 6", "reading x: 6 of 6"]
+    assert capsys.readouterr().err.splitlines() == told

@@ -27,8 +27,8 @@ def write(directory, layers):
     shapes = names.shapes(config)
     directory.mkdir()
     arrays = ((path, np.ones(shape, BFLOAT16)) for path, shape in shapes.items())
-    kinds = dict.fromkeys(shapes, BFLOAT16)
-    write_published(directory, spell(config, kinds), config, kinds, arrays, 300 * MIB)
+    dtypes = dict.fromkeys(shapes, BFLOAT16)
+    write_published(directory, spell(config, dtypes), config, dtypes, arrays, 300 * MIB)
     return sum(2 * int(np.prod(shape)) for shape in shapes.values())
 
 

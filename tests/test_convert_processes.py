@@ -28,7 +28,7 @@ def started(monkeypatch):
     """Start with no word of other processes; record what jax is told of them."""
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **_: calls.append(arguments))
-    monkeypatch.setattr(processes, "_silence_libraries", lambda: None)
+    monkeypatch.setattr(processes, "_keep_output_for_results", lambda: None)
     for name in ALL:
         monkeypatch.delenv(name, raising=False)
     return calls

@@ -16,7 +16,7 @@ from dflash_jax.draft import Draft
 from dflash_jax.target import Target
 from inference import decode
 from inference.engine import SamplingConfig
-from inference.engine import _Prompt as Prompt
+from inference.engine import WaitingPrompt as Prompt
 from tests import tiny
 
 PROMPT = [7, 9, 8, 4, 0, 5, 7, 1]  # greedily answered by nine different tokens, in blocks of one to six

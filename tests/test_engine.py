@@ -51,7 +51,7 @@ def test_speculation_changes_no_token(engine):
 
 
 def test_speculation_changes_no_token_of_a_thousand_answers_in_float64(float64):
-    engine: Any = tiny.engine(dtype=jnp.float64)
+    engine: Any = tiny.engine(dtype=jnp.float64, batch_size=8)
     prompts, sampling = tiny.prompts(1000), SamplingConfig(max_new_tokens=30)
     drafted = engine.generate(prompts, sampling)
     plain = engine.generate(prompts, sampling, speculate=False)
@@ -155,8 +155,12 @@ def test_the_cap_is_met_exactly(engine, long_answer, speculate):
         assert sum(answer.emitted_per_block) == cap - 1
 
 
-def test_the_cap_is_met_exactly_at_the_end_of_the_buffers(engine):
+@pytest.mark.parametrize("costs", [None, [1, 1.2, 1.4, 1.6], [1, 2, np.inf, np.inf]], ids=["fixed", "auto", "plain"])
+def test_the_cap_is_met_exactly_at_the_end_of_the_buffers(costs):
     # Whatever is written past the last position must not slide back over committed rows (law 9).
+    engine = tiny.engine(block_size="auto" if costs else None)
+    engine.warm_up()
+    engine._costs = jnp.asarray(costs, jnp.float32) if costs else None
     roomy = tiny.engine(max_length=256)
     text = tiny.prompts(1, seed=7)[0] * 128
     for cap in range(1, 34):

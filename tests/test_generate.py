@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from dflash_jax.errors import UserError
-from inference import generate
+from inference import generate, results
 from inference.engine import Generation
 from tests import pair
 
@@ -123,7 +123,7 @@ def test_the_turn_of_an_answer_comes_when_those_before_it_are_done():
 
     events = [(1, so_far(1)), (0, so_far(1)), (1, so_far(2, "stop")), (2, so_far(1)), (0, so_far(2)), (2, so_far(2))]
     events += [(0, so_far(3, "length")), (2, so_far(3)), (2, so_far(4, "stop"))]
-    told = [(i, len(one.token_ids), one.finish_reason) for i, one in generate.in_order(events)]
+    told = [(i, len(one.token_ids), one.finish_reason) for i, one in results.in_order(events, 0)]
     assert told == [
         (0, 1, None),
         (0, 2, None),

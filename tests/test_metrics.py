@@ -130,6 +130,18 @@ def test_lines_say_what_is_shown(tmp_path, capsys):
     assert capsys.readouterr().err == "step 7 of 10: loss 2.500, acceptance length 1.25, 1,000 tokens/s\n"
 
 
+def test_lines_say_how_long_the_rest_should_take(tmp_path, capsys, monkeypatch):
+    clock = iter([100.0, 130.0, 7_300.0, 7_400.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    log(tmp_path, 2, 4, 5, 10)
+    assert [line.partition("tokens/s")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "",  # steps of 15 s, six left
+        ", about 2 min left",
+        ", about 3 h left",
+        "",
+    ]
+
+
 def test_steps_of_any_size_are_spelled_right(tmp_path):
     log(tmp_path, 1, 127, 128, 70_000, 2**31, of=2**31)
     assert [event.step for event in events(tmp_path)][2:] == [1, 127, 128, 70_000, 2**31]

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convert.sources import open_source
 from dflash_jax.errors import UserError
-from tests import pair
+from tests import pair, runs
 from training import prepared
-from training.prepared import open_prepared, template_hash, tokenizer_hash
+from training.prepared import check_tokenizer, open_prepared, template_hash, tokenizer_hash
 
 FACTS = {"tokenizer_hash": "t", "template_hash": "c", "thinking": False, "target": "T", "vocab_size": 300}
 # Line, token ids, supervised: two shards, and a line with two documents.
@@ -195,3 +196,15 @@ def test_hashes_tell_tokenizers_and_templates_apart():
     assert template_hash(pair.tokenizer(template=None)) != template_hash(tokenizer)
     tokenizer.add_tokens(["more"])
     assert tokenizer_hash(tokenizer) != before[0]
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path):
+    source = open_source(str(pair.write_target(tmp_path / "target")))
+    check_tokenizer(open_prepared(runs.write_prepared(tmp_path / "right")), source)
+    other = open_prepared(runs.write_prepared(tmp_path / "wrong", tokenizer_hash="f00", target="some/other"))
+    with pytest.raises(UserError) as refused:
+        check_tokenizer(other, source)
+    assert str(refused.value) == (
+        f"--data {tmp_path}/wrong: prepared with the tokenizer of some/other, which is not that of {tmp_path}/target; "
+        "preparing it for this target is right"
+    )

@@ -55,8 +55,8 @@ def test_a_file_may_come_from_another_system(tmp_path):
     [
         ('{"prompt": "a"', "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ("[1]", "a JSON list"),
-        ("null", "a JSON NoneType"),
+        ("[1]", "the list [1]"),
+        ("null", "missing or null"),
         ({}, "no prompt"),
         ({"question": "a"}, "no prompt"),
         ({"prompt": "a", "prompt_ids": [1]}, "prompt and prompt_ids"),
@@ -74,9 +74,9 @@ def test_a_file_may_come_from_another_system(tmp_path):
         ({"messages": ["hi"]}, "messages[0] is the str hi"),
         ({"messages": [{"role": "user"}]}, "messages[0]: content is missing"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0]: content is the list"),
-        ({"messages": [{"content": "a"}]}, "messages[0]: role None"),
-        ({"messages": [{"role": "User", "content": "a"}]}, "messages[0]: role 'User'"),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0]: role ['user']"),
+        ({"messages": [{"content": "a"}]}, "messages[0]: role is missing or null"),
+        ({"messages": [{"role": "User", "content": "a"}]}, "messages[0]: role is the str User"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0]: role is the list ['user']"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "last message"),
     ],
 )

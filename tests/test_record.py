@@ -2,19 +2,14 @@ import dataclasses
 import fcntl
 import importlib.metadata
 import json
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from convert.sources import open_source
 from dflash_jax.errors import UserError
 from tests import pair, runs
-from training import record, together
+from training import record
 from training.config import LossConfig
-from training.prepared import open_prepared
 
 FACTS = {"target_weights": "a1", "data": "b2", "draft": {"num_hidden_layers": 2, "dflash_config": {"mask_token_id": 5}}}
 
@@ -201,40 +196,3 @@ def test_a_run_that_was_killed_before_it_wrote_anything_begins_anew(output):
     enter(output)
     (output / ".config.json.0123.partial").touch()
     write(output)
-
-
-def test_data_of_another_tokenizer_is_refused(tmp_path):
-    source = open_source(str(pair.write_target(tmp_path / "target")))
-    record.check_tokenizer(open_prepared(runs.write_prepared(tmp_path / "right")), source)
-    other = open_prepared(runs.write_prepared(tmp_path / "wrong", tokenizer_hash="f00", target="some/other"))
-    assert refusal(record.check_tokenizer, other, source) == (
-        f"--data {tmp_path}/wrong: prepared with the tokenizer of some/other, which is not that of {tmp_path}/target; "
-        "preparing it for this target is right"
-    )
-
-
-def test_each_process_compares_what_it_read_itself(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    compared: list[Any] = []
-    monkeypatch.setattr(record, "check_same", compared.append)
-    matrix = np.ones((3, 4), np.float32)
-    other = matrix.copy()
-    other[2, 3] = np.nextafter(np.float32(1), np.float32(2))
-    for read in (matrix, matrix.copy(), other):
-        with record.read_alike(lambda path, array: jnp.asarray(array)) as place:
-            np.testing.assert_array_equal(place(("layers_0", "kernel"), read), read)
-    assert compared[0] == compared[1] != compared[2]
-    assert list(compared[0]) == ["layers_0/kernel"]
-
-
-@pytest.mark.parametrize(
-    ("told", "status"),
-    [
-        ("UNAVAILABLE: the other one is gone", 75),
-        ("FAILED_PRECONDITION: Gloo all-reduce failed: connection closed by peer", 75),
-        ("INTERNAL: a device failed", 1),
-        ("UNIMPLEMENTED: no such kernel", 1),
-    ],
-)
-def test_what_would_come_again_is_not_told_as_what_may_pass(capfd, told, status):
-    assert together._tell(jax.errors.JaxRuntimeError(told)) == status

@@ -138,7 +138,7 @@ def test_a_chat_comes_before_the_text_beside_it(write):
         ({"text": "a"}, r'line 2: no prompt; a row \{"messages": '),
         ({"question": 7}, r"line 2: question is the int 7; a text is right"),
         ({"messages": []}, r"line 2: messages is an empty list"),
-        ({"messages": [{"role": "oracle", "content": "a"}]}, r"line 2: messages\[0\]: role 'oracle'"),
+        ({"messages": [{"role": "oracle", "content": "a"}]}, r"line 2: messages\[0\]: role is the str oracle"),
         ({"conversations": "a"}, r"line 2: conversations is the str a; a list of"),
         ({"conversations": [7]}, r"line 2: conversations\[0\] is the int 7; \{"),
         (
@@ -245,7 +245,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(ask, many, output, whol
 
 def test_a_finished_file_needs_no_weights(ask, many, output, whole, monkeypatch):
     output.write_bytes(whole)
-    monkeypatch.delattr(regenerate, "load_target")
+    monkeypatch.delattr(regenerate, "load_models")
     assert ask(many, *SAMPLED).startswith("11 answers, ")
 
 

@@ -52,7 +52,7 @@ def meaning(directory: Path) -> TargetConfig | DraftConfig:
 
 def there_and_back(base: Path, most: int = 10**9) -> Path:
     flax = to_flax(str(base / "source"), base / "flax", verify=True)
-    made = to_hf(str(base / "flax"), base / "made", most=most, verify=True)
+    made = to_hf(str(base / "flax"), base / "made", max_shard_bytes=most, verify=True)
     assert (flax["kind"], flax["dtype"], flax["parameters"]) == (made["kind"], made["dtype"], made["parameters"])
     assert bits(base / "made") == bits(base / "source")
     assert meaning(base / "made") == meaning(base / "source") == meaning(base / "flax")
@@ -117,7 +117,7 @@ def test_of_thousands_of_wrong_names_a_few_are_told(tmp_path):
 
 def test_an_index_says_what_lies_where(tmp_path):
     write_target(tmp_path / "source", "qwen3-moe")
-    to_hf(str(tmp_path / "source"), tmp_path / "made", most=30_000)
+    to_hf(str(tmp_path / "source"), tmp_path / "made", max_shard_bytes=30_000)
     index = json.loads((tmp_path / "made/model.safetensors.index.json").read_text())
     tensors = bits(tmp_path / "made")
     assert index["metadata"]["total_size"] == sum(len(raw) for _, _, raw in tensors.values())

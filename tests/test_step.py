@@ -78,7 +78,7 @@ def oracle(task, batch, anchors, params, tokens_scored=EVERY):
     for row in range(len(tokens)):
         outputs = dense.target_outputs(task.target, TARGET_PARAMS, tokens[row], starts[row])
         features = jnp.concatenate([outputs[i] for i in task.draft.target_layer_ids], axis=-1)
-        rows = [int(a) for a, valid in zip(anchors.rows[row], anchors.valid[row], strict=True) if valid]
+        rows = [int(a) for a, valid in zip(anchors.positions[row], anchors.valid[row], strict=True) if valid]
         states = dense.draft_states(
             task.draft, params, TARGET_PARAMS["embedding"], tokens[row], starts[row], features, rows
         )

@@ -1,15 +1,14 @@
 """Chats to documents: token ids, and which of them the target would have emitted."""
 
 import dataclasses
-import json
 from typing import Any, NamedTuple
 
+from convert.rows import check_messages, each, spoken
 from dflash_jax.errors import UserError, check
 
 CHATS = ("messages", "conversations")
 IDS = ("prompt_ids", "response_ids")
 ROW = '{"messages": […]}, {"conversations": […]} or {"prompt_ids": […], "response_ids": […]}'
-ROLES = ("system", "user", "assistant", "tool")
 # What ShareGPT's rows call them.
 SPEAKERS = {
     "system": "system",
@@ -37,22 +36,6 @@ class Language:
     thinking: bool
 
 
-def read_row(line: bytes, where: str) -> dict[str, Any]:
-    """Read one line of a file of chats.
-
-    Raises:
-        UserError: no JSON object.
-    """
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not valid UTF-8 text (byte {error.start + 1})") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}); a row {ROW} is right") from error
-    check(isinstance(row, dict), f"{where}: {_kind(row)}; a row {ROW} is right")
-    return row
-
-
 def documents(row: dict[str, Any], where: str, language: Language) -> list[Document]:
     """Return the documents of a row: one, or more where the template renders earlier answers otherwise than later ones.
 
@@ -78,7 +61,8 @@ def documents(row: dict[str, Any], where: str, language: Language) -> list[Docum
         )
         return [_document(prompt, response)]
     check(len(forms) == 1, f"{where}: {' and '.join(forms) or 'no chat'}; a row {ROW} is right")
-    messages = _messages(row["messages"], where) if "messages" in row else from_sharegpt(row["conversations"], where)
+    read = check_messages if "messages" in row else from_sharegpt
+    messages = read(row[forms[0]], where)
     made: list[Document] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -157,22 +141,12 @@ def _tokenize(text: str, where: str, language: Language) -> list[int]:
 def _ids(row: dict[str, Any], name: str, where: str, vocab_size: int) -> list[int]:
     value = row.get(name)
     if not isinstance(value, list):
-        raise UserError(f"{where}: {name} is {_kind(value)}; a list of token ids is right")
+        raise UserError(f"{where}: {name} is {spoken(value)}; a list of token ids is right")
     for i, token in enumerate(value):
         check(
             type(token) is int and 0 <= token < vocab_size,
-            f"{where}: {name}[{i}] is {_kind(token)}; a token id of the target, 0 to {vocab_size - 1}, is right",
+            f"{where}: {name}[{i}] is {spoken(token)}; a token id of the target, 0 to {vocab_size - 1}, is right",
         )
-    return value
-
-
-def _messages(value: Any, where: str) -> Messages:
-    for name, message in _each(value, where, "messages", '{"role": …, "content": …}'):
-        role, content = message.get("role"), message.get("content")
-        # Some templates pass over roles that they do not know, without a word.
-        check(role in ROLES, f"{name}: role is {_kind(role)}; {', '.join(ROLES)} are known")
-        calls = role == "assistant" and bool(message.get("tool_calls"))
-        check(isinstance(content, str) or calls, f"{name}: content is {_kind(content)}; a text is right")
     return value
 
 
@@ -185,28 +159,10 @@ def from_sharegpt(value: Any, where: str) -> Messages:
     messages: Messages = []
     if value == []:
         return messages
-    for name, message in _each(value, where, "conversations", '{"from": …, "value": …}'):
+    for name, message in each(value, where, "conversations", '{"from": …, "value": …}'):
         speaker, text = message.get("from"), message.get("value")
         role = SPEAKERS.get(str(speaker))
-        check(role is not None, f"{name}: from is {_kind(speaker)}; {', '.join(SPEAKERS)} are known")
-        check(isinstance(text, str), f"{name}: value is {_kind(text)}; a text is right")
+        check(role is not None, f"{name}: from is {spoken(speaker)}; {', '.join(SPEAKERS)} are known")
+        check(isinstance(text, str), f"{name}: value is {spoken(text)}; a text is right")
         messages.append({"role": role, "content": text})
     return messages
-
-
-def _each(value: Any, where: str, field: str, form: str) -> list[tuple[str, dict[str, Any]]]:
-    check(
-        isinstance(value, list) and bool(value),
-        f"{where}: {field} is {_kind(value)}; a list of {form}, one or more, is right",
-    )
-    named = [(f"{where}: {field}[{i}]", message) for i, message in enumerate(value)]
-    for name, message in named:
-        check(isinstance(message, dict), f"{name} is {_kind(message)}; {form} is right")
-    return named
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "missing or null"
-    name = type(value).__name__
-    return f"an empty {name}" if value in ([], {}, "") else f"the {name} {str(value)[:40]}"

@@ -144,6 +144,8 @@ class RunConfig:
         return cls(**{name: kinds[name](**one) if isinstance(one, dict) else one for name, one in values.items()})  # type: ignore[operator]
 
     def __post_init__(self) -> None:
+        for flag, name in (("--target", self.target), ("--features.cache", self.features.cache)):
+            check(name != "", f"{flag}: empty; a name, or leaving out {flag}, is right")
         check(0 <= self.seed <= HIGHEST_SEED, f"--seed: {self.seed}; 0 to {HIGHEST_SEED} is right")
         _at_least(1, self.train, "train", "steps", "epochs", "batch_size", "anchors", "log_every")
         _at_least(2, self.train, "train", "length")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from convert import rows
 from dflash_jax.errors import UserError, check
 from inference import prompts
 from inference.prompts import Prompt
@@ -50,19 +51,19 @@ def read(name: str, most: int | None = None) -> Iterator[Conversation]:
     check(Path(name).is_file(), f"--data {name}: no such file; a JSONL file is right")
     try:
         with open(name, "rb") as lines:
-            rows = ((number, line) for number, line in enumerate(lines, 1) if line.removeprefix(prompts.BOM).strip())
-            for number, line in itertools.islice(rows, most):
+            filled = ((number, line) for number, line in enumerate(lines, 1) if line.removeprefix(rows.BOM).strip())
+            for number, line in itertools.islice(filled, most):
                 where = f"{name}, line {number}"
-                yield _conversation(prompts.utf8(line.removeprefix(prompts.BOM), where), number, where)
+                yield _conversation(rows.utf8(line.removeprefix(rows.BOM), where), number, where)
     except OSError as error:
         raise UserError(f"--data {name}: cannot be read ({error.strerror}); a JSONL file is right") from error
 
 
 def _conversation(line: str, number: int, where: str) -> Conversation:
     """Read a row. Of several forms, as data sets have them side by side, a chat comes before a text, and ids last."""
-    row = prompts.read_row(line, where, ROW)
+    row = rows.read_row(line, where, ROW)
     if "messages" in row:
-        return Conversation(number, where, _turns(prompts.check_messages(row["messages"], where)))
+        return Conversation(number, where, _turns(rows.check_messages(row["messages"], where)))
     if "conversations" in row:
         return Conversation(number, where, _turns(from_sharegpt(row["conversations"], where)))
     for name in ("prompt", "question"):

@@ -17,10 +17,9 @@ from dflash_jax.anchors import Anchors, candidates
 from dflash_jax.config import check_pair
 from dflash_jax.errors import UserError, check, memory_named
 from dflash_jax.parameters import Params
-from training.config import DTYPES, OptimizerConfig
+from training.config import DTYPES
 from training.evaluation import judge, walk
-from training.prepared import Prepared, Row, open_prepared
-from training.record import check_tokenizer
+from training.prepared import Prepared, Row, check_tokenizer, open_prepared
 from training.step import Batch, Task, read_target
 
 EXAMPLE = """\
@@ -33,6 +32,10 @@ answers are the target's own greedy ones, its blocks are those of decoding.
 # Shapes for which programs are compiled: documents are filled up to these tokens, or twice, four times, … as many; and
 # blocks come so many at a time.
 TOKENS, BLOCKS = 128, 64
+TOO_MUCH = (
+    "--target, --draft, --data: the models and the longest documents ask for more memory than there is; "
+    "--dtype bfloat16 is right"
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -42,14 +45,16 @@ def main(argv: Sequence[str]) -> None:
         UserError: whatever the user got wrong, in one line.
     """
     args = _parser().parse_args(argv)
+    check(args.target != "", "--target: empty; a checkpoint, or leaving out --target, is right")
     compile_cache.keep()
     prepared = open_prepared(args.data)
     name = args.target or str(find_demo_target("--target"))
     source = open_source(name)
     target_config(source)
     check_tokenizer(prepared, source)
-    target = load_target(name, args.dtype, watch=progress.show)
-    draft = load_draft(args.draft, args.dtype, watch=progress.show)
+    with memory_named(TOO_MUCH):
+        target = load_target(name, args.dtype, watch=progress.show)
+        draft = load_draft(args.draft, args.dtype, watch=progress.show)
     check(
         draft.config.is_bare,
         f"--draft {args.draft}: it has a head of its own, and cannot be judged here; a draft that scores with the "
@@ -66,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
     longest = int(prepared.lengths.max())
     most = target.config.max_positions
     check(longest <= most, f"--data {args.data}: a document of {longest} tokens; the target ends at {most}")
-    with memory_named("--data: its longest documents ask for more memory than there is; --dtype bfloat16 is right"):
+    with memory_named(TOO_MUCH):
         found = evaluate(target, draft, prepared, args.dtype)
     print(json.dumps(found) if args.json else _text(found))
 
@@ -80,7 +85,7 @@ def evaluate(target: LoadedTarget, draft: LoadedDraft, prepared: Prepared, dtype
         supervised; `walks`, for each input row in order the tokens emitted a block.
     """
     mesh = sharding.make_mesh()
-    task = Task(target.config, draft.config, BLOCKS, "decay", 1.0, dtype, False, OptimizerConfig(), 1, mesh)
+    task = Task.for_judging(target.config, draft.config, BLOCKS, dtype, mesh)
     weights = reading.stack(mesh, target.config, draft.config.target_layer_ids, target.params, through=False)
     right, counted = np.zeros((2, draft.config.block_size - 1), np.int64)
     tokens = blocks = 0

@@ -31,13 +31,13 @@ def judge(task: Task, target: Params, params: Params, batch: Batch, anchors: Anc
     def piece(part: tuple[Anchors, Array]) -> Judged:
         slots = block_slots(task, target, batch, *part)
         right = (likeliest(slots.logits) == slots.tokens) & slots.weighted
-        shape = (*part[0].rows.shape, -1)
+        shape = (*part[0].positions.shape, -1)
         return Judged(sums(LOSSES[task.loss], task.gamma, slots), right.reshape(shape), slots.weighted.reshape(shape))
 
     with sharding.traced_on(task.mesh):
         outputs = draft_blocks(task, target, params, batch, anchors)
         pieces = jax.lax.map(piece, cut_blocks(task, anchors, outputs, task.target.vocab_size))
-    right, weighted = (joined_blocks(array, anchors.rows.shape[1]) for array in pieces[1:])
+    right, weighted = (joined_blocks(array, anchors.positions.shape[1]) for array in pieces[1:])
     added = jax.tree.map(lambda leaf: leaf.sum(axis=0), pieces.sums)
     return Judged(sharding.constrain(task.mesh, sharding.WHOLE, added), right, weighted)
 

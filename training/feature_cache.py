@@ -132,7 +132,7 @@ def open_cache(path: Path, cache_of: dict[str, Any], prepared: Prepared) -> Feat
     """
     wanted = {"format_version": FORMAT_VERSION, "shard": SHARD, "data_hash": prepared.manifest["data_hash"]} | cache_of
     file = path / MANIFEST
-    with about(path):
+    with about(path, "written"):
         if not file.exists():
             path.mkdir(parents=True, exist_ok=True)
             others = [file.name for file in path.iterdir() if not file.name.endswith(PARTIAL)]

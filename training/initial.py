@@ -16,7 +16,7 @@ from dflash_jax import parameters, sharding
 from dflash_jax.config import DraftConfig, LayerConfig, TargetConfig, TransformerConfig, check_pair, default_taps
 from dflash_jax.errors import UserError, check
 from dflash_jax.parameters import Params
-from training import optimizer, record
+from training import optimizer, together
 from training.config import RunConfig
 from training.step import Task, TrainState
 
@@ -75,7 +75,7 @@ def initial_draft(config: RunConfig, target: LoadedTarget, mesh: Mesh) -> tuple[
     if config.init_from is None or config.init_from == FROM_TARGET:
         params = _random(made, mesh, config.seed)
         return made, params if config.init_from is None else with_layers_of(target, made, params)
-    with record.read_alike(functools.partial(sharding.place, mesh)) as place:
+    with together.read_alike(functools.partial(sharding.place, mesh)) as place:
         loaded = load_draft(config.init_from, "float32", place=place)
     check(
         loaded.config.is_bare,

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,7 @@ class Log:
         self._bar = _bar(steps) if sys.stderr.isatty() else None
         self._task = self._bar.add_task("", total=steps, completed=first_step) if self._bar else None
         self._steps = steps
+        self._first: tuple[int, float] | None = None
 
     def advance(self, step: int) -> None:
         """Move the bar to a step."""
@@ -81,7 +84,18 @@ class Log:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=text, completed=step)
         else:
-            tell(f"step {step} of {self._steps}: {text}")
+            tell(f"step {step} of {self._steps}: {text}{self._left(step)}")
+
+    def _left(self, step: int) -> str:
+        """Say how long the steps that are left should take, by those since the first line, which waited to compile."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = step, now
+        since, began = self._first
+        if not since < step < self._steps:
+            return ""
+        minutes = (now - began) / (step - since) * (self._steps - step) / 60
+        return f", about {math.ceil(minutes)} min left" if minutes < 120 else f", about {minutes / 60:.0f} h left"
 
     def _keep_until(self, step: int) -> None:
         """Drop lines of steps that will be taken again, and one that was not written whole."""

@@ -20,10 +20,11 @@ from convert.demo_target import find_demo_target
 from convert.files import about, locked
 from convert.load import stop_token_ids, target_config
 from convert.progress import tell
+from convert.rows import BOM, read_row, utf8
 from convert.sources import Source, open_source
 from dflash_jax.errors import UserError, check
 from training import prepared
-from training.chats import ROW, Language, documents, read_row
+from training.chats import ROW, Language, documents
 from training.prepared import open_prepared
 
 EXAMPLE = f"""\
@@ -33,7 +34,7 @@ example:
 Each row of --data is {ROW}.
 Killed at any time, the same command goes on with what is there.
 """
-LOCK, MARK = ".lock", b"\xef\xbb\xbf"
+LOCK = ".lock"
 LINES = 1_000  # of a shard
 LONGEST_LINE = 1 << 28
 # A worker takes seconds to start; less text than this is done sooner without one.
@@ -77,12 +78,12 @@ class Maker:
         prepared.write_shard(self.output, cut.number, self._made_from(cut), self._rows(content, cut))
 
     def _rows(self, content: bytes, cut: Cut) -> Iterator[tuple[int, list[int], list[bool]]]:
-        content = content.removeprefix(MARK) if cut.start == 0 else content
         for number, line in enumerate(content.split(b"\n"), cut.first_line):
-            if not line.strip():
+            text = line.removeprefix(BOM)
+            if not text.strip():
                 continue
             where = f"{self.data}, line {number}"
-            for document in documents(read_row(line, where), where, self.language):
+            for document in documents(read_row(utf8(text, where), where, ROW), where, self.language):
                 yield number, *document
 
     def _made_from(self, cut: Cut) -> str:
@@ -143,7 +144,7 @@ def cut_up(data: Path) -> tuple[list[Cut], str]:
             whole.update(line)
             part.update(line)
             size += len(line)
-            rows += bool(line.removeprefix(MARK).strip())
+            rows += bool(line.removeprefix(BOM).strip())
             if rows == LINES:
                 cuts.append(Cut(len(cuts), start, size, first_line, part.hexdigest()))
                 start, size, rows, first_line, part = start + size, 0, 0, line_number, hashlib.sha256()
@@ -205,7 +206,7 @@ def _alone(output: Path) -> Iterator[None]:
     """
     new = not os.path.lexists(output)
     check(new or os.path.isdir(output), f"--output {output}: no directory; one, or a new name, is right")
-    with about(f"--output {output}"):
+    with about(f"--output {output}", "written"):
         lock = _lock(output)
         prepared.sweep(output)
     with lock:

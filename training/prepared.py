@@ -11,6 +11,7 @@ import collections
 import hashlib
 import io
 import json
+import os
 import re
 import threading
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from convert.files import about, about_values, new_file, read_json, sha256
+from convert.sources import Source
 from dflash_jax.errors import UserError, check
 
 FORMAT_VERSION = 1
@@ -252,3 +254,16 @@ def _write(file: Path, content: bytes) -> None:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_tokenizer(prepared: Prepared, source: Source) -> None:
+    """Refuse data that was prepared for another tokenizer.
+
+    Raises:
+        UserError: naming the data.
+    """
+    check(
+        tokenizer_hash(source.tokenizer()) == prepared.tokenizer_hash,
+        f"--data {prepared.path}: prepared with the tokenizer of {prepared.manifest['target']}, which is not that of "
+        f"{os.fspath(source.path)}; preparing it for this target is right",
+    )

@@ -3,29 +3,20 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import os
 import shutil
-import time
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from convert import processes
 from convert.files import about, locked, new_file, read_json, write_json
-from convert.sources import Source
-from convert.weights import Place
 from dflash_jax.errors import UserError, check
+from training import together
 from training.config import RunConfig
-from training.prepared import Prepared, tokenizer_hash
 
 CONFIG, LOCK, PARTIAL = "config.json", ".lock", ".*.partial"
-# How long a file that one host wrote may take to show on another.
-SECONDS_TO_SEE = 60
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 # Where things lie and how often they are kept; none of it changes the draft, but another mesh, or rematerialisation,
 # rounds otherwise.
@@ -119,8 +110,8 @@ def check_alike(output: Path, config: RunConfig, facts: Mapping[str, Any]) -> No
     Raises:
         UserError: in the process that differs.
     """
-    check_same([settings(config), facts])
-    wait_for(output / CONFIG, f"--output {output}")
+    together.check_same([settings(config), facts])
+    together.wait_for(output / CONFIG, f"--output {output}")
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
@@ -128,74 +119,9 @@ def settings(config: RunConfig) -> dict[str, Any]:
     return dataclasses.asdict(config) | {"target": None}
 
 
-def check_same(what: Any) -> None:
-    """Refuse a process that has something else than the first one.
-
-    Raises:
-        UserError: in the process that differs.
-    """
-    check(
-        _agreed(json.dumps(what, sort_keys=True).encode()),
-        "this process has other settings, another target or other data than the first one; the same for all is right",
-    )
-
-
-@contextlib.contextmanager
-def read_alike(place: Place) -> Iterator[Place]:
-    """Give a `place` that notes each tensor before it is split over devices, and in the end compare with the others.
-
-    Where processes read different weights, each would put its own on its devices, and none would notice.
-
-    Raises:
-        UserError: in a process that read something else than the first one.
-    """
-    if jax.process_count() == 1:
-        yield place
-        return
-    noted: dict[str, int] = {}
-
-    def noting(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
-        noted["/".join(path)] = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        return place(path, array)
-
-    yield noting
-    check_same(noted)
-
-
-def wait_for(file: Path, told: str) -> None:
-    """Wait until a host sees what the first process has written.
-
-    Raises:
-        UserError: it never does, or sees another file there.
-    """
-    last = time.monotonic() + SECONDS_TO_SEE
-    while not file.exists() and time.monotonic() < last:
-        time.sleep(1)
-    content = file.read_bytes() if file.exists() else b""
-    check(_agreed(content), f"{told}: not where the first process writes; one directory that all hosts see is right")
-
-
-def _agreed(content: bytes) -> bool:
-    mark = zlib.crc32(content) >> 1  # fits into 31 bits
-    return mark == processes.agree(mark)
-
-
 def versions() -> dict[str, str]:
     """Return the versions of what computes."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
-
-
-def check_tokenizer(prepared: Prepared, source: Source) -> None:
-    """Refuse data that was prepared for another tokenizer.
-
-    Raises:
-        UserError: naming the data.
-    """
-    check(
-        tokenizer_hash(source.tokenizer()) == prepared.tokenizer_hash,
-        f"--data {prepared.path}: prepared with the tokenizer of {prepared.manifest['target']}, which is not that of "
-        f"{os.fspath(source.path)}; preparing it for this target is right",
-    )
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from convert import cli, compile_cache, load_draft, load_target, progress
+from convert import cli, compile_cache, progress
 from convert.demo_target import find_demo_target
 from convert.load import stop_token_ids, target_config
 from convert.progress import tell
@@ -17,8 +17,8 @@ from dflash_jax import sharding
 from dflash_jax.errors import UserError, check, memory_named
 from inference import prompts, results
 from inference.engine import Engine, Generation, SamplingConfig
-from inference.flags import DTYPES, TOO_MUCH, add_sampling_flags, check_memory, flags_named, whole
-from inference.generate import in_order
+from inference.flags import DTYPES, TOO_MUCH, add_sampling_flags, check_memory, flags_named, load_models, whole
+from inference.results import in_order
 from training import conversations
 from training.completions import Completions
 from training.endpoint import KEY, Endpoint
@@ -231,9 +231,7 @@ def _engine(args: argparse.Namespace, target: str, source: Source) -> Engine:
     args.dtype, args.batch_size = args.dtype or DTYPES[0], args.batch_size or 8
     mesh = sharding.make_mesh()
     check_memory(args, target_config(source), mesh)
-    place = functools.partial(sharding.place, mesh)
-    own = load_target(target, args.dtype, place=place, watch=progress.show)
-    draft = load_draft(args.draft, args.dtype, place=place, watch=progress.show) if args.draft else None
+    own, draft = load_models(args, target, args.draft, mesh)
     with flags_named():
         engine = Engine(own, draft, max_length=args.max_length, batch_size=args.batch_size, mesh=mesh)
     compile_cache.tell_compiling()

@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> None:
     """
     preset = next((PRESETS[word] for word in argv if word in PRESETS), None)
     args = _parser(preset).parse_args(argv)
+    check(args.output != "", "--output: empty; a directory, or leaving out --output, is right")
     config = _config(args)
     if args.plan is not None:
         _plan(config, args)

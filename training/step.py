@@ -67,6 +67,22 @@ class Task:
             mesh=mesh,
         )
 
+    @classmethod
+    def for_judging(cls, target: TargetConfig, draft: DraftConfig, anchors: int, dtype: str, mesh: Mesh) -> "Task":
+        """Return a task of which no step is taken: `anchors` blocks of a row are judged at a time."""
+        return cls(
+            target=target,
+            draft=draft,
+            anchors=anchors,
+            loss="decay",
+            gamma=1.0,
+            dtype=dtype,
+            remat=False,
+            optimizer=OptimizerConfig(),
+            steps=1,
+            mesh=mesh,
+        )
+
     @property
     def needs_teacher(self) -> bool:
         """Whether the loss asks for the target's logits, and so for all its layers."""
@@ -170,7 +186,7 @@ def loss_and_gradients(
 def draft_blocks(task: Task, target: Params, params: Params, batch: Batch, anchors: Anchors) -> Float[Array, "b m t d"]:
     """Run the draft over all blocks, in the compute dtype; slot 0's states mean nothing."""
     config = task.draft
-    first = jnp.take_along_axis(batch.tokens, anchors.rows, axis=1)[..., None]
+    first = jnp.take_along_axis(batch.tokens, anchors.positions, axis=1)[..., None]
     slots = jnp.pad(first, ((0, 0), (0, 0), (0, config.block_size - 1)), constant_values=config.mask_token_id)
     b, m, t = slots.shape
     embedded = _apply(Target(task.target), target, slots.reshape(b, m * t), method="embed").reshape(b, m, t, -1)
@@ -277,7 +293,7 @@ def joined_blocks(pieces: Array, blocks: int) -> Array:
 
 def _spoken(hidden: Float[Array, "b s d"], anchors: Anchors, t: int) -> Float[Array, "b m u d"]:
     """Return the target's states that slots 1…t-1 learn from: slot k's stands at position a+k-1 (law 11)."""
-    at = anchors.rows[..., None] + jnp.arange(t - 1, dtype=anchors.rows.dtype)[None, None]
+    at = anchors.positions[..., None] + jnp.arange(t - 1, dtype=anchors.positions.dtype)[None, None]
     at = jnp.minimum(at, hidden.shape[1] - 1)
     return jax.vmap(lambda row, index: row[index])(hidden, at)
 

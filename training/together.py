@@ -1,10 +1,13 @@
 """What the processes of one run do together: the first one writes, the others wait, and where it fails all end."""
 
 import contextlib
+import json
 import re
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +15,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from convert import cli, processes
-from dflash_jax.errors import NotNowError, UserError
+from convert.weights import Place
+from dflash_jax.errors import NotNowError, UserError, check
 
 # The first process's end is at once that of all others, which may have something to say.
 SECONDS_TO_SPEAK = 2
+# How long a file that one host wrote may take to show on another.
+SECONDS_TO_SEE = 60
 # What exchanging with a process that is gone runs into; any other fault of a device or a compiler would come again.
 PASSING = r"unavailable|deadline|aborted|cancelled|gloo|nccl|connection|peer|heartbeat|coordination"
 
@@ -50,6 +56,58 @@ def total(counts: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1:
         return counts
     return np.asarray(multihost_utils.process_allgather(counts.astype(np.int32))).sum(axis=0, dtype=np.int64)
+
+
+def check_same(what: Any) -> None:
+    """Refuse a process that has something else than the first one.
+
+    Raises:
+        UserError: in the process that differs.
+    """
+    check(
+        _agreed(json.dumps(what, sort_keys=True).encode()),
+        "this process has other settings, another target or other data than the first one; the same for all is right",
+    )
+
+
+@contextlib.contextmanager
+def read_alike(place: Place) -> Iterator[Place]:
+    """Give a `place` that notes each tensor before it is split over devices, and in the end compare with the others.
+
+    Where processes read different weights, each would put its own on its devices, and none would notice.
+
+    Raises:
+        UserError: in a process that read something else than the first one.
+    """
+    if jax.process_count() == 1:
+        yield place
+        return
+    noted: dict[str, int] = {}
+
+    def noting(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
+        noted["/".join(path)] = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return place(path, array)
+
+    yield noting
+    check_same(noted)
+
+
+def wait_for(file: Path, told: str) -> None:
+    """Wait until a host sees what the first process has written.
+
+    Raises:
+        UserError: it never does, or sees another file there.
+    """
+    last = time.monotonic() + SECONDS_TO_SEE
+    while not file.exists() and time.monotonic() < last:
+        time.sleep(1)
+    content = file.read_bytes() if file.exists() else b""
+    check(_agreed(content), f"{told}: not where the first process writes; one directory that all hosts see is right")
+
+
+def _agreed(content: bytes) -> bool:
+    mark = zlib.crc32(content) >> 1  # fits into 31 bits
+    return mark == processes.agree(mark)
 
 
 @contextlib.contextmanager

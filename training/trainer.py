@@ -28,7 +28,7 @@ from training.fill_cache import fill
 from training.initial import fingerprint, first_state, initial_draft
 from training.loop import Grounds, Loop
 from training.packing import hold_out
-from training.prepared import Prepared, open_prepared
+from training.prepared import Prepared, check_tokenizer, open_prepared
 from training.step import SCORED, Task, TrainState
 
 DRAFT = "draft"
@@ -104,10 +104,10 @@ def _load_target(config: RunConfig, prepared: Prepared, mesh: Mesh) -> LoadedTar
     source = open_source(name)
     described = target_config(source)
     # Before anything is exchanged: on another mesh that would wait for ever.
-    record.check_same([record.settings(config), prepared.manifest["data_hash"], described.to_hf()])
+    together.check_same([record.settings(config), prepared.manifest["data_hash"], described.to_hf()])
     compatible.check_run(config, described, mesh)
-    record.check_tokenizer(prepared, source)
-    with record.read_alike(functools.partial(sharding.place, mesh)) as place:
+    check_tokenizer(prepared, source)
+    with together.read_alike(functools.partial(sharding.place, mesh)) as place:
         return load_target(name, config.train.dtype, place=place, watch=progress.show)
 
 
@@ -170,7 +170,7 @@ def _cache(config: RunConfig, task: Task, prepared: Prepared, target: Params, ma
     opened = functools.partial(open_cache, Path(str(config.features.cache)), facts, prepared)
     told = f"--features.cache {config.features.cache}"
     together.by_first(opened)
-    record.wait_for(Path(str(config.features.cache)) / MANIFEST, told)
+    together.wait_for(Path(str(config.features.cache)) / MANIFEST, told)
     cache = opened()
     fill(cache, task, target)
     return cache
