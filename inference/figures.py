@@ -90,7 +90,7 @@ def _time_split(measured: Measured, parts: Parts) -> dict[str, float]:
         "prefill_seconds": sum(pair.drafted.prefill_seconds for pair in measured.pairs),
         "draft_seconds": draft,
         "verify_seconds": verify,
-        "rest_seconds": measured.drafted_seconds - draft - verify,
+        "rest_seconds": max(0.0, measured.drafted_seconds - draft - verify),
     }
 
 
