@@ -344,6 +344,7 @@ def test_the_command_writes_what_is_promised(run, write):
     assert document["machine"].keys() == {"device", "backend", "devices", "cpu", "cores"}
     assert document["versions"].keys() == {"python", "dflash-jax", "jax", "jaxlib", "flax"}
     assert document["settings"]["max_new_tokens"] == 20
+    assert document["settings"]["thinking"] is False
     assert (result["prompts"], result["identical"], result["block_size"]) == (2, 2, 8)
     assert result["acceptance_length"] == 1.1
     assert result["histogram"] == [18, 2, 0, 0, 0, 0, 0, 0]

@@ -25,6 +25,18 @@ PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As Qwen3's: thoughts are rendered in answers to the last question alone, empty ones where an answer has none.
+THINKER = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] != 'assistant' %}{{ m['content'] }}"
+    "{% elif loop.index0 < ns.last %}{{ m['content'].split('</think>\\n\\n')[-1] }}"
+    "{% elif '</think>' in m['content'] %}{{ m['content'] }}"
+    "{% else %}<think>\n\n</think>\n\n{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 HERE = "c.jsonl, line 7"
 
 
@@ -107,6 +119,22 @@ def test_a_chat_is_one_document_where_the_template_renders_answers_always_alike(
     assert [text[i] for i in (20, 21, 43)] == ["b", "<|im_end|>", "<|im_end|>"]
 
 
+def test_where_thoughts_are_not_repeated_each_answer_has_a_document_of_its_own():
+    """What Qwen3's template does, without its tokenizer, which is not everywhere."""
+    question = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    thought, empty = "<think>\nhm\n</think>\n\n", "<think>\n\n</think>\n\n"
+    thinking = tiny(THINKER, thinking=True)
+    assert read(thinking, ask("q"), answer(f"{thought}yo"), ask("q"), answer(f"{thought}four")) == [
+        f"{question}⟦{thought}yo<|im_end|>⟧",
+        f"{question}yo<|im_end|>\n{question}⟦{thought}four<|im_end|>⟧",
+    ]
+    assert read(thinking, ask("q"), answer("yo")) == [f"{question}⟦{empty}yo<|im_end|>⟧"]
+    assert read(tiny(THINKER), ask("q"), answer("yo"), ask("q"), answer("four")) == [
+        f"{question}{empty}⟦yo<|im_end|>⟧",
+        f"{question}yo<|im_end|>\n{question}{empty}⟦four<|im_end|>⟧",
+    ]
+
+
 def test_a_templates_own_default_prompt_is_in_the_document(smollm2):
     assert read(smollm2, ask("hi"), answer("Hello.\n"), ask("2?"), answer(" four")) == [
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -183,13 +211,17 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(
 CHAT = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), TEXT), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("name", ["plain", "thinking", "llama", "smollm2", "qwen3", "qwen3 thinking"])
+@pytest.mark.parametrize(
+    "name", ["plain", "thinking", "thinker", "thinker thinking", "llama", "smollm2", "qwen3", "qwen3 thinking"]
+)
 @settings(max_examples=25)
 @given(chat=CHAT)
 def test_every_answer_follows_what_decoding_would_be_given(name, chat, request):
     made = {
         "plain": tiny,
         "thinking": lambda: tiny(pair.TEMPLATE, thinking=True),
+        "thinker": lambda: tiny(THINKER),
+        "thinker thinking": lambda: tiny(THINKER, thinking=True),
         "llama": lambda: request.getfixturevalue("llama"),
         "smollm2": lambda: request.getfixturevalue("smollm2"),
         "qwen3": lambda: request.getfixturevalue("qwen3")(thinking=False),
@@ -201,7 +233,7 @@ def test_every_answer_follows_what_decoding_would_be_given(name, chat, request):
         rows = documents({"messages": messages}, HERE, language)
     except UserError:
         # Two answers in a row, or thoughts unasked for; what is not refused must be right.
-        assert name.startswith("qwen3")
+        assert name.startswith(("qwen3", "thinker"))
         return
     prompts = [
         encode(Prompt("", messages=messages[:i]), language.tokenizer, thinking=language.thinking)

@@ -229,3 +229,12 @@ def test_the_programs_lower_for_accelerators(platform):
         costs = (jnp.ones(len(models.sizes)),) if models.sizes else ()
         exported = jax.export.export(jax.jit(program), platforms=[platform])(engine._weights, state, count, *costs)
         assert exported.platforms == (platform,)
+
+
+def test_a_second_turn_fills_both_contexts_as_the_whole_chat_does(engine):
+    """Engines that took the first turn's over lacked the draft's part of it; ours takes nothing over."""
+    sampling = SamplingConfig(max_new_tokens=20)
+    [first] = engine.generate([PROMPT], sampling)
+    chat = [*PROMPT, *first.token_ids, 3, 8]
+    [second] = engine.generate([chat], sampling)
+    expect_contexts(engine._state, engine, [*chat, *second.token_ids][:-1])  # the last token is in no cache

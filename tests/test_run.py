@@ -410,3 +410,18 @@ def test_ctrl_c_after_another_signal_ends_the_process_at_once():
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=10) == ("", "")
     assert process.returncode == -signal.SIGINT
+
+
+def test_held_out_rows_without_an_answer_have_no_numbers_and_end_no_run(tmp_path, begin, output, monkeypatch):
+    """Elsewhere an evaluation without an anchor hung, or divided by nothing."""
+
+    def apart(lines, asked, seed):
+        return np.flatnonzero(lines > 4), np.flatnonzero(lines <= 4)
+
+    monkeypatch.setattr(trainer, "hold_out", apart)
+    begin(output, runs.write_prepared(tmp_path / "prepared", unsupervised=4))
+    judged = [line for line in runs.metrics(output) if "evaluation_loss" in line]
+    assert [line["step"] for line in judged] == [10, 20]
+    assert all(line["evaluation_loss"] is line["evaluation_acceptance_length"] is None for line in judged)
+    assert runs.checkpoints(output) == [5, 10, 15, 20]
+    assert (output / "draft" / "model.safetensors").exists()

@@ -248,3 +248,12 @@ def test_a_published_draft_with_a_pruned_vocabulary_is_refused(tmp_path):
     write_directory(tmp_path / "draft", DRAFT_CONFIG, held)
     assert "d2t: of a pruned vocabulary, and " in refusal(convert.load_draft, tmp_path / "draft")
     assert "d2t: of a pruned vocabulary" in refusal(lambda path: to_hf(path, tmp_path / "made"), tmp_path / "draft")
+
+
+def test_slots_and_the_size_of_a_block_are_told_where_the_source_left_them_open(tmp_path):
+    """Readers differ about slot 0; with it, a block of 4 brings 3 drafts or 4."""
+    open_ = {name: value for name, value in CONFIG.items() if name != "sample_from_anchor"}
+    to_hf(str(write_directory(tmp_path / "draft", open_, tensors())), tmp_path / "made")
+    written = json.loads((tmp_path / "made/config.json").read_text())
+    assert written["sample_from_anchor"] is False
+    assert written["block_size"] == 4
