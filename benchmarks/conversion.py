@@ -63,8 +63,8 @@ def write_synthetic(directory: Path, size: float) -> None:
             yield path, np.resize(noise, shape).view(BFLOAT16)
 
     directory.mkdir()
-    kinds = dict.fromkeys(names.shapes(config), BFLOAT16)
-    write_published(directory, spell(config, kinds), config, kinds, arrays(), 10**9)
+    dtypes = dict.fromkeys(names.shapes(config), BFLOAT16)
+    write_published(directory, spell(config, dtypes), config, dtypes, arrays(), 10**9)
     os.sync()
 
 

@@ -10,7 +10,8 @@ if (
     Path(*sys.argv[:1]).name.startswith("dflash-")
     or (
         sys.argv[:1] == ["-m"]
-        and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] in ("convert", "inference", "training")
+        and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0]
+        in ("benchmarks", "convert", "inference", "training")
     )
 ) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -112,7 +112,10 @@ def _silence_libraries() -> None:
 
 def tell_fault(error: UserError) -> None:
     """Print the one line of a user's fault."""
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    line = " ".join(str(error).split())
+    # Names and rows that it quotes must not steer the terminal.
+    shown = "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line)
+    print("error:", shown, file=sys.stderr)
 
 
 def leave(status: int) -> NoReturn:

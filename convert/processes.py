@@ -7,7 +7,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -72,6 +73,26 @@ def first() -> bool:
 def agree(number: int) -> int:
     """Return the first process's number in all of them."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(number))) if jax.process_count() > 1 else number
+
+
+def by_first(do: Callable[[], Any]) -> None:
+    """Do something in the first process, which all others wait for.
+
+    Raises:
+        UserError: it did not work; the first process says why.
+    """
+    fault: Exception | None = None
+    if first():
+        try:
+            do()
+        except Exception as error:  # whatever it is, the others must not wait for ever
+            fault = error
+    status = agree(0 if fault is None else getattr(fault, "status", UserError.status))
+    if fault is not None:
+        raise fault
+    if status:
+        kind = NotNowError if status == NotNowError.status else UserError
+        raise kind("the first process of the run failed, and says why")
 
 
 def _proxies() -> str:

@@ -21,6 +21,15 @@ def utf8(content: bytes, where: str) -> str:
         raise UserError(f"{where}: not valid UTF-8 text (byte {error.start + 1})") from error
 
 
+def lines(content: bytes, where: str) -> list[str]:
+    """Return the lines of a file, without the marks of byte order that some have; files put together have several.
+
+    Raises:
+        UserError: it is no text in UTF-8.
+    """
+    return [line.removeprefix("\ufeff") for line in utf8(content, where).split("\n")]
+
+
 def read_row(line: str, where: str, right: str) -> dict[str, Any]:
     """Read a row; `right` shows what rows look like.
 

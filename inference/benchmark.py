@@ -1,8 +1,10 @@
 """Measure what a draft brings: `python -m inference.benchmark --help`."""
 
 import argparse
+import functools
 import importlib.metadata
 import itertools
+import math
 import os
 import platform
 import sys
@@ -82,15 +84,16 @@ def main(argv: Sequence[str]) -> None:
         askings = {
             temperature: Asking(tokenizer, args.thinking, sampling) for temperature, sampling in samplings.items()
         }
-        results: list[dict[str, Any]] = []
-        for found in _measure_all(args, target, paired, mesh, asked, askings):
-            # Files are written after each combination: what hours have found must not be lost with the last one.
-            results = [result for result, _ in found]
-            if processes.first():
-                document = _document(args, ckpt, draft, mesh, results)
-                _write(args, document, [measured for _, measured in found], tokenizer)
-    if processes.first():
-        tables.show(results, sys.stdout)
+        found: list[tuple[dict[str, Any], Measured]] = []
+        try:
+            for found in _measure_all(args, target, paired, mesh, asked, askings):
+                # After each combination: what hours have found must not be lost with the last one.
+                document = _document(args, ckpt, draft, mesh, [result for result, _ in found])
+                measured = [measured for _, measured in found]
+                processes.by_first(functools.partial(_write, args, document, measured, tokenizer))
+        finally:
+            if found and processes.first():
+                tables.show([result for result, _ in found], sys.stdout)
 
 
 def _parser() -> cli.Parser:
@@ -232,11 +235,15 @@ def _write(args: argparse.Namespace, document: dict[str, Any], measured: list[Me
 def _document(
     args: argparse.Namespace, ckpt: str, draft: str | None, mesh: Mesh, results: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return all that `--json` says: with one combination, its keys stand at the top, too."""
+    """Return all that `--json` says: where one combination was asked for, its keys stand at the top, too."""
+    asked = math.prod(
+        len(values or [None]) for values in (args.data, args.temperature, args.batch_size, args.block_size)
+    )
     [device, *_] = jax.local_devices()
     return {
         "results": results,
-        **(results[0] if len(results) == 1 else {}),
+        "combinations": asked,  # more than there are results, if it was interrupted
+        **(results[0] if asked == 1 else {}),
         "machine": {
             "device": device.device_kind if device.platform != "cpu" else _cpu(),
             "backend": device.platform,

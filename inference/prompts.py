@@ -61,7 +61,7 @@ def from_file(name: str) -> list[Prompt]:
         content = Path(name).read_bytes()
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror}); a JSONL file of prompts is right") from error
-    lines = utf8(content.removeprefix(rows.BOM), name).split("\n")
+    lines = rows.lines(content, name)
     numbered = ((f"{name}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
     prompts = [from_row(rows.read_row(line, where, ROW), where) for where, line in numbered]
     check(bool(prompts), f"{name}: empty; a row {ROW} for each prompt is right")

@@ -127,7 +127,7 @@ def _file_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--data {file}: cannot be read ({reason}); a JSONL file is right") from error
-    lines = rows.utf8(content.removeprefix(rows.BOM), file).split("\n")
+    lines = rows.lines(content, file)
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{file}, line {number}"

@@ -340,7 +340,7 @@ def test_the_command_writes_what_is_promised(run, write):
     [result] = document["results"]
     assert result.keys() == RESULT_KEYS
     assert {key: document[key] for key in result} == result
-    assert document.keys() == RESULT_KEYS | {"results", "machine", "versions", "settings"}
+    assert document.keys() == RESULT_KEYS | {"results", "combinations", "machine", "versions", "settings"}
     assert document["machine"].keys() == {"device", "backend", "devices", "cpu", "cores"}
     assert document["versions"].keys() == {"python", "dflash-jax", "jax", "jaxlib", "flax"}
     assert document["settings"]["max_new_tokens"] == 20
@@ -359,7 +359,7 @@ def test_the_command_writes_what_is_promised(run, write):
     check_page(page, asked)
 
 
-def test_what_is_measured_is_written_before_the_next_is(run, write, tmp_path, monkeypatch):
+def test_what_is_measured_is_written_before_the_next_is(run, write, tmp_path, monkeypatch, capsys):
     path, measure = write({"prompt": "b"}), benchmark.measure
 
     def once(engines, *arguments):
@@ -369,7 +369,10 @@ def test_what_is_measured_is_written_before_the_next_is(run, write, tmp_path, mo
     monkeypatch.setattr(benchmark, "measure", once)
     with pytest.raises(KeyboardInterrupt):
         run("--data", path, "--batch-size", 1, 2)
-    assert [one["batch_size"] for one in json.loads((tmp_path / "o.json").read_text())["results"]] == [1]
+    document = json.loads((tmp_path / "o.json").read_text())
+    assert ([one["batch_size"] for one in document["results"]], document["combinations"]) == ([1], 2)
+    assert "speedup" not in document  # as it would be at the top of the one combination that was asked for
+    assert "batch 1, block 8" in capsys.readouterr().out
     assert "batch 1, block 8" in (tmp_path / "o.html").read_text()
 
 
@@ -391,7 +394,7 @@ def check_page(page, asked):
 def test_combinations_are_all_measured_and_named(run, write):
     arguments = ["--block-size", 4, 8, "--temperature", 0, 1.5, "--top-k", 1]
     document, page, out = run("--data", write({"prompt": "a"}, {"prompt": "b"}), *arguments)
-    assert document.keys() == {"results", "machine", "versions", "settings"}
+    assert document.keys() == {"results", "combinations", "machine", "versions", "settings"}
     combinations = [(one["temperature"], one["batch_size"], one["block_size"]) for one in document["results"]]
     assert combinations == [(0.0, 1, 4), (0.0, 1, 8), (1.5, 1, 4), (1.5, 1, 8)]
     assert [one["identical"] for one in document["results"]] == [2] * 4

@@ -30,6 +30,10 @@ def test_bytes_that_are_no_text_are_refused():
         rows.utf8(b'{"a": "\xff"}', HERE)
 
 
+def test_marks_of_byte_order_are_no_part_of_a_row_wherever_files_were_put_together():
+    assert rows.lines(rows.BOM + b"{}\n" + rows.BOM + b"[]\n" + rows.BOM, HERE) == ["{}", "[]", ""]
+
+
 def test_a_line_may_end_as_on_another_system():
     assert rows.read_row(json.dumps({"a": "ä\u2028"}, ensure_ascii=False) + "\r", HERE, "{…}") == {"a": "ä\u2028"}
 

@@ -15,9 +15,9 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from convert import processes
 from convert.files import read_json
 from dflash_jax.errors import UserError, check
-from training import together
 from training.config import CheckpointConfig
 from training.initial import fingerprint
 from training.step import TrainState
@@ -50,7 +50,7 @@ class Checkpoints:
             single_host_load_and_broadcast=True,  # a host may not yet see what another has written
         )
         _hush()
-        together.by_first(self._prepare)
+        processes.by_first(self._prepare)
         with self._faults():
             self._manager = ocp.CheckpointManager(self._path, options=options)
 

@@ -70,7 +70,7 @@ class FeatureCache:
             UserError: another run is filling it.
         """
         with contextlib.ExitStack() as stack:
-            with about(self.path):
+            with about(self.path, "written"):
                 stack.enter_context(locked(self.path / LOCK))
                 for file in self.path.glob(f"*{PARTIAL}"):
                     file.unlink()

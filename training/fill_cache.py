@@ -31,14 +31,14 @@ def fill(cache: FeatureCache, task: Task, target: Params) -> None:
         return
     at_a_time = sharding.row_groups(task.mesh)
     with contextlib.ExitStack() as stack:
-        together.by_first(lambda: stack.enter_context(cache.filling()))
+        processes.by_first(lambda: stack.enter_context(cache.filling()))
         for shard in show(missing, len(missing), "computing features"):
             documents = cache.documents(shard)
             rows = packed(cache.prepared, documents, cache.length, 0)
             states: dict[int, dict[str, np.ndarray]] = {}
             for first in range(0, len(rows), at_a_time):
                 states |= _states(cache, task, target, rows, range(first, first + at_a_time))
-            together.by_first(lambda: cache.write(shard, [states[int(document)] for document in documents]))  # noqa: B023
+            processes.by_first(lambda: cache.write(shard, [states[int(document)] for document in documents]))  # noqa: B023
 
 
 def _states(

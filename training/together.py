@@ -6,7 +6,7 @@ import re
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,6 @@ SECONDS_TO_SPEAK = 2
 SECONDS_TO_SEE = 60
 # What exchanging with a process that is gone runs into; any other fault of a device or a compiler would come again.
 PASSING = r"unavailable|deadline|aborted|cancelled|gloo|nccl|connection|peer|heartbeat|coordination"
-
-
-def by_first(do: Callable[[], Any]) -> None:
-    """Do something in the first process, which all others wait for.
-
-    Raises:
-        UserError: it did not work; the first process says why.
-    """
-    fault: Exception | None = None
-    if processes.first():
-        try:
-            do()
-        except Exception as error:  # whatever it is, the others must not wait for ever
-            fault = error
-    status = processes.agree(0 if fault is None else getattr(fault, "status", UserError.status))
-    if fault is not None:
-        raise fault
-    if status:
-        kind = NotNowError if status == NotNowError.status else UserError
-        raise kind("the first process of the run failed, and says why")
 
 
 def whole(array: jax.Array) -> np.ndarray:

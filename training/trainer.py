@@ -48,7 +48,7 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
     with together.none_left_waiting(), memory_named(TOO_MUCH), contextlib.ExitStack() as stack:
         prepared = open_prepared(prepared_path)
         mesh = _mesh(config)
-        together.by_first(lambda: stack.enter_context(record.only_run_in(output)))
+        processes.by_first(lambda: stack.enter_context(record.only_run_in(output)))
         target = _load_target(config, prepared, mesh)
         grounds, state = _begin(config, prepared, target, mesh, output)
         # Twice: leaving the checkpoints waits for the other processes, too.
@@ -71,7 +71,7 @@ def train(config: RunConfig, prepared_path: Path, output: Path) -> None:
             f"{config.train.length} to learn from; rows with longer ones, or a greater length, are right",
         )
         params = jax.tree.map(together.whole, state.params)
-        together.by_first(lambda: _export(output / DRAFT, grounds.task.draft, params, config))
+        processes.by_first(lambda: _export(output / DRAFT, grounds.task.draft, params, config))
     if processes.first():
         print(f"{output / DRAFT}: a draft trained for {updates} steps")
 
@@ -129,7 +129,7 @@ def _begin(
     mark = fingerprint(target.params)
     facts = {"target_weights": mark, "data": prepared.manifest["data_hash"], "draft": draft.to_hf()}
     resolved = _resolved(config, task, target.source)
-    together.by_first(lambda: record.write_or_compare(output, resolved, facts))
+    processes.by_first(lambda: record.write_or_compare(output, resolved, facts))
     record.check_alike(output, resolved, facts)
     taps, cache = draft.target_layer_ids, None
     weights = reading.stack(mesh, target.config, taps, target.params, through=task.needs_teacher)
@@ -169,7 +169,7 @@ def _cache(config: RunConfig, task: Task, prepared: Prepared, target: Params, ma
     facts = {"target": mark, "taps": list(taps), "widths": widths, "length": config.train.length, "dtype": task.dtype}
     opened = functools.partial(open_cache, Path(str(config.features.cache)), facts, prepared)
     told = f"--features.cache {config.features.cache}"
-    together.by_first(opened)
+    processes.by_first(opened)
     together.wait_for(Path(str(config.features.cache)) / MANIFEST, told)
     cache = opened()
     fill(cache, task, target)
