@@ -140,6 +140,22 @@ def specforge_step() -> Callable[[], None]:
     return step
 
 
+def plain_task(target: TargetConfig, draft: DraftConfig, anchors: int) -> Task:
+    """Return what the step of a small pair is compiled for, on the devices that there are."""
+    return Task(
+        target=target,
+        draft=draft,
+        anchors=anchors,
+        loss="decay",
+        gamma=7.0,
+        dtype="float32",
+        remat=False,
+        optimizer=OptimizerConfig(),
+        steps=1000,
+        mesh=sharding.make_mesh(),
+    )
+
+
 def _task() -> Task:
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -160,18 +176,7 @@ def _task() -> Task:
         target_layer_ids=TAPS,
         **sizes,
     )
-    return Task(
-        target=target,
-        draft=draft,
-        anchors=ANCHORS,
-        loss="decay",
-        gamma=7.0,
-        dtype="float32",
-        remat=False,
-        optimizer=OptimizerConfig(),
-        steps=1000,
-        mesh=sharding.make_mesh(),
-    )
+    return plain_task(target, draft, ANCHORS)
 
 
 def _serve(step: Callable[[], None]) -> None:

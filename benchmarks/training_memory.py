@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import parameters, sharding
+from benchmarks.training import plain_task
+from dflash_jax import parameters
 from dflash_jax.config import DraftConfig, LayerConfig, TargetConfig
 from dflash_jax.reading import stack
 from dflash_jax.rope import Rotary
-from training.config import OptimizerConfig
 from training.initial import first_state
 from training.step import Batch, Task, compile_step
 
@@ -86,18 +86,7 @@ def _task(anchors: int) -> Task:
         "target_layer_ids": (0, 2),
     }
     draft = DraftConfig(**{name: value for name, value in shared.items() if name in names} | own)
-    return Task(
-        target=target,
-        draft=draft,
-        anchors=anchors,
-        loss="decay",
-        gamma=7.0,
-        dtype="float32",
-        remat=False,
-        optimizer=OptimizerConfig(),
-        steps=10,
-        mesh=sharding.make_mesh(),
-    )
+    return plain_task(target, draft, anchors)
 
 
 def _peak() -> float:

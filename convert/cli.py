@@ -113,9 +113,12 @@ def _silence_libraries() -> None:
 def tell_fault(error: UserError) -> None:
     """Print the one line of a user's fault."""
     line = " ".join(str(error).split())
-    # Names and rows that it quotes must not steer the terminal.
-    shown = "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line)
-    print("error:", shown, file=sys.stderr)
+    print("error:", printable(line), file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Return a text that does not steer a terminal: names and rows that are quoted may hold anything."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def leave(status: int) -> NoReturn:

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from convert.cli import printable
 from inference.questions import NAMED
 
 HEADS = ("data", "temperature", "batch", "block", "plain tok/s", "DFlash tok/s", "speedup", "τ", "identical")
@@ -35,7 +36,7 @@ def data_name(result: dict[str, Any]) -> str:
     """Return what a result's data are called: the set's name, or the file's without its directories."""
     name, _, _ = result["data"].partition("=")
     shown = name if name in NAMED else Path(result["data"]).name
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in shown)
+    return printable(shown)
 
 
 def name(result: dict[str, Any]) -> str:
