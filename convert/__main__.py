@@ -46,7 +46,7 @@ def _parser() -> Parser:
         ("to-flax", "write a Flax checkpoint"),
         ("to-hf", "write a Hugging Face directory: a target, or a draft in the layout that vLLM and SGLang load"),
     ):
-        command = commands.add_parser(name, help=text, description=text, epilog=EXAMPLE)
+        command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
         command.add_argument("source", metavar="SRC", help=SOURCE)
         command.add_argument("destination", metavar="DST", help="directory to write, which must not be there yet")
         command.add_argument(
@@ -60,7 +60,7 @@ def _parser() -> Parser:
                 "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default: 5GB)"
             )
     text = "say what a checkpoint is, from its headers"
-    command = commands.add_parser("inspect", help=text, description=text, epilog=EXAMPLE)
+    command = commands.add_parser("inspect", help=text, description=text, epilog=parser.epilog)
     command.add_argument("path", metavar="PATH", help=SOURCE)
     command.add_argument("--target", metavar="T", help="say of a draft whether it is for this target")
     command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **settings: Any) -> None:
         called = Path(sys.argv[0]).name
-        is_command = prog.startswith("python -m ")  # and no part of one
+        is_command = re.fullmatch(r"python -m \S+", prog) is not None  # and no part of one
         is_installed = is_command and called.startswith(INSTALLED)
         if is_installed:
             named = {name: text.replace(prog, called) for name, text in settings.items() if isinstance(text, str)}

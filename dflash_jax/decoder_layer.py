@@ -1,5 +1,8 @@
 """What a layer of a target and one of a draft have in common: their modules. What attention sees differs."""
 
+from collections.abc import Callable
+from typing import Any
+
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -27,3 +30,9 @@ class DecoderLayer(nn.Module):
     def transform(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         """Add to every position what the MLP, or its experts, make of it."""
         return x + (self.experts if self.layer.experts else self.mlp)(self.mlp_norm(x))
+
+
+def traced_once(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a method of a model's layers traced once for all that are alike; what is compiled stays the same."""
+    # While parameters are drawn it would change what a seed means.
+    return run if model.is_initializing() else nn.jit(run)

@@ -14,7 +14,7 @@ from dflash_jax.attention import Buffer, CosSin, join_heads
 from dflash_jax.block_attention import Own, Spans, attend_spans
 from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import DraftConfig
-from dflash_jax.decoder_layer import DecoderLayer
+from dflash_jax.decoder_layer import DecoderLayer, traced_once
 from dflash_jax.heads import score
 from dflash_jax.layers import DEAR, Linear, RMSNorm
 from dflash_jax.rope import angles
@@ -107,8 +107,9 @@ class Draft(nn.Module):
         """
         x = block * jnp.asarray(self.config.input_embedding_scale, block.dtype)
         turns = self._turns(start, block.shape[1])
+        run = traced_once(self, DraftLayer.__call__)
         for module, layer, rows in zip(self.layers, self.config.layers, cache, strict=True):
-            x = module(x, turns[layer.rotary], rows, start)
+            x = run(module, x, turns[layer.rotary], rows, start)
         return self.final_norm(x)
 
     def over_blocks(

@@ -13,7 +13,7 @@ from dflash_jax.attention import Buffer, CosSin, join_heads
 from dflash_jax.block_attention import attend_spans
 from dflash_jax.cache import Cache, LayerCache, write
 from dflash_jax.config import TargetConfig
-from dflash_jax.decoder_layer import DecoderLayer
+from dflash_jax.decoder_layer import DecoderLayer, traced_once
 from dflash_jax.heads import score
 from dflash_jax.layers import RMSNorm
 from dflash_jax.rope import angles
@@ -74,8 +74,9 @@ class Target(nn.Module):
         spots = masks.positions(start, tokens.shape[1])
         turns = {layer.rotary: angles(layer.rotary, self.config.head_dim, spots) for layer in self.config.layers}
         outputs, filled = [], []
+        run = traced_once(self, TargetLayer.__call__)
         for module, layer, rows in zip(self.layers, self.config.layers, cache, strict=True):
-            x, grown = module(x, turns[layer.rotary], rows, start)
+            x, grown = run(module, x, turns[layer.rotary], rows, start)
             outputs.append(x)
             filled.append(grown)
         features = jnp.concatenate([outputs[i] for i in self.taps] or [x[..., :0]], axis=-1)

@@ -13,6 +13,7 @@ import pytest
 
 import dflash_jax
 from convert import cli
+from convert.__main__ import main as convert_main
 from dflash_jax.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +45,23 @@ def test_help_and_faults_name_the_command_as_it_was_called(monkeypatch, capsys, 
     assert capsys.readouterr().out == f"dflash-jax {dflash_jax.__version__}\n"
     with pytest.raises(UserError, match=f"`{prog} --help` shows what is right"):
         parser.parse_args(["--nothing-like-it"])
+
+
+@pytest.mark.parametrize(
+    ("called", "shown", "not_shown"),
+    [
+        ("/bin/dflash-convert", "dflash-convert to-hf my-draft-flax", "python -m convert"),
+        ("__main__.py", "python -m convert to-hf my-draft-flax", "dflash-convert"),
+    ],
+)
+def test_help_of_a_part_of_a_command_names_it_as_it_was_called(monkeypatch, capsys, called, shown, not_shown):
+    monkeypatch.setattr(sys, "argv", [called])
+    with pytest.raises(SystemExit):
+        convert_main(["to-hf", "--help"])
+    help_text = capsys.readouterr().out
+    assert shown in help_text
+    assert not_shown not in help_text
+    assert "--version" not in help_text
 
 
 def test_an_installed_command_completes_itself(monkeypatch, capsys):

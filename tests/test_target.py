@@ -9,7 +9,7 @@ import torch
 from dflash_jax import cache, parameters
 from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.rope import Rotary, angles
-from dflash_jax.target import Target
+from dflash_jax.target import Target, TargetLayer
 from tests.torch_models import TARGETS, empty, hf_target, run_target, tokens
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -50,6 +50,15 @@ def test_prefill_in_pieces_equals_prefill_in_one(name, chunks):
     pieces = run_target(config, params, ids, chunks)
     for one, many in zip(whole[:3], pieces[:3], strict=True):
         np.testing.assert_allclose(many, one, atol=2e-5)
+
+
+def test_layers_that_are_alike_are_traced_once(monkeypatch):
+    _, config, params = hf_target("qwen3-sliding")
+    traced = []
+    transform = TargetLayer.transform
+    monkeypatch.setattr(TargetLayer, "transform", lambda self, x: traced.append(self.layer) or transform(self, x))
+    jax.eval_shape(Target(config).apply, {"params": params}, tokens(2, 8), empty(config, 2), np.zeros(2, np.int32))
+    assert len(traced) == len(set(traced)) == len(set(config.layers)) < config.num_layers
 
 
 def test_rows_that_start_at_different_positions_do_not_disturb_one_another():
