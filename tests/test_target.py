@@ -56,7 +56,12 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch):
     _, config, params = hf_target("qwen3-sliding")
     traced = []
     transform = TargetLayer.transform
-    monkeypatch.setattr(TargetLayer, "transform", lambda self, x: traced.append(self.layer) or transform(self, x))
+
+    def told(self, x):
+        traced.append(self.layer)
+        return transform(self, x)
+
+    monkeypatch.setattr(TargetLayer, "transform", told)
     jax.eval_shape(Target(config).apply, {"params": params}, tokens(2, 8), empty(config, 2), np.zeros(2, np.int32))
     assert len(traced) == len(set(traced)) == len(set(config.layers)) < config.num_layers
 
