@@ -18,12 +18,12 @@ from tests import tiny
 SIZES: dict[str, Any] = {"vocab_size": 12, "num_heads": 8, "num_kv_heads": 4}
 TARGET = dataclasses.replace(tiny.TARGET, **SIZES, layers=tiny.TARGET.layers[:3])
 DRAFT = dataclasses.replace(tiny.DRAFT, **SIZES, mask_token_id=11, target_layer_ids=(0, 1))
-GREEDY, SAMPLED = SamplingConfig(20), SamplingConfig(20, temperature=1.0, top_k=6, top_p=0.9, seed=2)
+GREEDY, SAMPLED = SamplingConfig(12), SamplingConfig(12, temperature=1.0, top_k=6, top_p=0.9, seed=2)
 
 
 def answers(engine: Engine) -> list[list[int]]:
     """Tokens and blocks, greedy and sampled, with and without the draft, through a batch that others wait for."""
-    prompts = tiny.prompts(11, seed=6, longest=90)
+    prompts = tiny.prompts(7, seed=6, longest=90)
     return [
         ids
         for sampling in (GREEDY, SAMPLED)
