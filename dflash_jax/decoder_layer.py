@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -32,7 +33,10 @@ class DecoderLayer(nn.Module):
         return x + (self.experts if self.layer.experts else self.mlp)(self.mlp_norm(x))
 
 
-def traced_once(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a method of a model's layers traced once for all that are alike; what is compiled stays the same."""
-    # While parameters are drawn it would change what a seed means.
-    return run if model.is_initializing() else nn.jit(run)
+def traced_once(model: nn.Module, run: Callable[..., Any], x: Array) -> Callable[..., Any]:
+    """Have a method of a model's layers traced once for all that are alike, in a program that is traced.
+
+    What is compiled stays the same.
+    """
+    # While parameters are drawn it would change what a seed means; outside of a program it would compile at every call.
+    return nn.jit(run) if isinstance(x, jax.core.Tracer) and not model.is_initializing() else run

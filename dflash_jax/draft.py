@@ -107,7 +107,7 @@ class Draft(nn.Module):
         """
         x = block * jnp.asarray(self.config.input_embedding_scale, block.dtype)
         turns = self._turns(start, block.shape[1])
-        run = traced_once(self, DraftLayer.__call__)
+        run = traced_once(self, DraftLayer.__call__, x)
         for module, layer, rows in zip(self.layers, self.config.layers, cache, strict=True):
             x = run(module, x, turns[layer.rotary], rows, start)
         return self.final_norm(x)

@@ -74,7 +74,7 @@ class Target(nn.Module):
         spots = masks.positions(start, tokens.shape[1])
         turns = {layer.rotary: angles(layer.rotary, self.config.head_dim, spots) for layer in self.config.layers}
         outputs, filled = [], []
-        run = traced_once(self, TargetLayer.__call__)
+        run = traced_once(self, TargetLayer.__call__, x)
         for module, layer, rows in zip(self.layers, self.config.layers, cache, strict=True):
             x, grown = run(module, x, turns[layer.rotary], rows, start)
             outputs.append(x)

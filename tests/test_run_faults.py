@@ -62,7 +62,7 @@ class Place:
         process.wait(300)
         others = [line for line in self.told_by(output).read_text().splitlines() if not PROGRESS.fullmatch(line)]
         errors = [line for line in others if line.startswith("error: ")]
-        if process.returncode not in statuses or others != errors or len(errors) != (process.returncode == 2):
+        if process.returncode not in statuses or others != errors or len(errors) != (process.returncode in (2, 75)):
             self.wrong.append(f"{what}: status {process.returncode}, {others}")
         return errors[0] if errors else ""
 
